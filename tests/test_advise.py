@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 import mpx
 import mpx.inspect
 from models import normal
-from mpx._casting._half import gradient_function
+from mpx._casting._context import gradient_function
 from mpx.inspect._emulation import Rounded, _format, change, rounded
 from mpx.inspect._policies import Study, propose
 

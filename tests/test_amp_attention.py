@@ -482,8 +482,7 @@ def test_choice_of_the_user_is_respected(name):
 
 
 @pytest.mark.usefixtures("cuda")
-def test_fast_policy_and_f16_reach_cudnn():
-    assert operations(bf16(loss, rules="fast"), *ARGS) == {FORWARD: 1}
+def test_f16_reaches_cudnn():
     assert operations(amp(loss, dtype="f16"), *ARGS) == {"cudnn_attention f16": 1}
 
 

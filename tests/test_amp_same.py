@@ -18,7 +18,7 @@ from jax import lax
 import mpx
 from models import normal
 from mpx import amp
-from mpx._amp._call import recorded
+from mpx._amp._facts import recorded
 
 D, T = 4, 6
 

@@ -4,7 +4,7 @@
 import importlib as _importlib
 import typing as _typing
 
-from mpx._casting import _half as _half
+from mpx._casting import _context as _context
 from mpx._casting._cast import cast_function as cast_function
 from mpx._casting._cast import cast_like as cast_like
 from mpx._casting._cast import cast_to_bfloat16 as cast_to_bfloat16
@@ -14,9 +14,9 @@ from mpx._casting._cast import cast_to_full_precision as cast_to_full_precision
 from mpx._casting._cast import cast_to_half_precision as cast_to_half_precision
 from mpx._casting._cast import cast_tree as cast_tree
 from mpx._casting._cast import force_full_precision as force_full_precision
-from mpx._casting._half import half_precision as half_precision
-from mpx._casting._half import half_precision_datatype as half_precision_datatype
-from mpx._casting._half import (
+from mpx._casting._context import half_precision as half_precision
+from mpx._casting._context import half_precision_datatype as half_precision_datatype
+from mpx._casting._context import (
     set_half_precision_datatype as set_half_precision_datatype,
 )
 from mpx._casting._policy import Policy as Policy
@@ -75,9 +75,9 @@ def __getattr__(name: str) -> _typing.Any:
         value = getattr(_importlib.import_module(_FUNCTIONS[name]), name)
         globals()[name] = value
         return value
-    return _half.constant(name)
+    return _context.constant(name)
 
 
 def __dir__() -> list[str]:
-    names = [*globals(), *_NAMESPACES, *_FUNCTIONS, *_half.CONSTANTS]
+    names = [*globals(), *_NAMESPACES, *_FUNCTIONS, *_context.CONSTANTS]
     return sorted({name for name in names if not name.startswith("_")})

@@ -6,12 +6,11 @@ library is imported here: if it is not loaded, none of its models can be running
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,17 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._facts import Decision
-from mpx._amp._rules import AmpRules
+from mpx._amp._emit import Autocast
+from mpx._amp._facts import F32, current_recording, is_low
+from mpx._casting._context import argument_names, refuse_cast_arguments
 from mpx._casting._keep import is_state, run_in_scopes
-from mpx._gradients._call import argument_names
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_count
 from mpx._jax._compat import (
     Literal,
     ambient_scopes,
     convert_dtype,
-    make_jit_context,
     nothing_is_traced,
     open_jaxpr,
 )
@@ -46,52 +44,39 @@ from mpx._jax._frameworks import (
 from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
 from mpx._jax._warn import warn
 from mpx._program._interpreter import (
+    Rewritten,
     Traced,
     Transformation,
     as_results,
     dtypes_of,
 )
 
-# Part of the cache key of `jax.jit`: a function that was traced before is traced again.
-_current = make_jit_context(None)
-
-
-@dataclasses.dataclass(eq=False)
-class Recording:
-    """What happened while a function was traced."""
-
-    # The names and roles of arrays that were arguments, by their `id`
-    names: dict[int, Named] = dataclasses.field(default_factory=dict)
-    # The compute dtype and the rules of each call of a function under `amp`
-    casts: list[tuple[Any, AmpRules]] = dataclasses.field(default_factory=list)
-    # The decisions of these
-    decisions: list[Decision] = dataclasses.field(default_factory=list)
-    # The matmuls that functions under `fp8` met
-    matmuls: list[PyTree] = dataclasses.field(default_factory=list)
-    # The recipe of each call of a function under `fp8`
-    recipes: list[PyTree] = dataclasses.field(default_factory=list)
-
-    def name(self, named: Sequence[Named], arrays: Sequence[PyTree]) -> None:
-        """Remembers the names of arrays; the first name of an array counts."""
-        for name, array in zip(named, arrays, strict=True):
-            self.names.setdefault(id(array), name)
-
-
-def current_recording() -> Recording | None:
-    """Returns the recording that is being made, if one is."""
-    return _current.value
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records what happens inside."""
-    recording = Recording()
-    with _current(recording):
-        yield recording
-
-
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
 _MOST_REMEMBERED = 1000
+Remembered = dict[Any, Rewritten]
+"""Rewritten jaxprs of earlier calls outside all transformations."""
+
+
+def under_amp(
+    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
+) -> Callable[..., PyTree]:
+    """Returns a function that runs in mixed precision, given what makes its visitors."""
+    eager: dict[tuple[Any, Any], Remembered] = {}
+
+    @functools.wraps(func)
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        refuse_cast_arguments()
+        visitor = autocast()
+        recording = current_recording()
+        if recording is not None:
+            visitor.decisions = recording.decisions
+            recording.casts.append((visitor.dtype, visitor.rules))
+        remembered = eager.setdefault((visitor.dtype, visitor.reduce), {})
+        return call_through(visitor, func, args, kwargs, eager=remembered)
+
+    # The gradient functions and inspection ask for it.
+    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
+    return wrapper
 
 
 def _take_arrays(
@@ -131,13 +116,10 @@ def call_through(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     *,
-    eager: dict[Any, Any] | None = None,
+    eager: Remembered | None = None,
     describe: Describe | None = None,
 ) -> PyTree:
-    """Calls a function through a visitor.
-
-    `eager` holds rewritten jaxprs of earlier calls outside all transformations.
-    """
+    """Calls a function through a visitor."""
     if isinstance(func, functools.partial) or inspect.ismethod(func):
         func, args, kwargs = _unbound(visitor, _Call(func, args, kwargs))
     if "flax.nnx" in sys.modules:
@@ -167,10 +149,7 @@ def call_through(
 
 
 def _unbound(visitor: Transformation, call: _Call) -> _Call:
-    """Returns a call with what a method or a `functools.partial` holds as arguments.
-
-    There their arrays have names and count as parameters, like those of a module.
-    """
+    """Returns a call with the arrays of a method or `partial` as named arguments."""
     func, args, kwargs = call
     bound: tuple[PyTree, ...] = ()
     inner = func
@@ -189,7 +168,7 @@ def _unbound(visitor: Transformation, call: _Call) -> _Call:
 def _call_pure(
     visitor: Transformation,
     call: _Call,
-    eager: dict[Any, Any] | None,
+    eager: Remembered | None,
     describe: Describe | None,
 ) -> PyTree:
     """Calls a function that changes nothing but its results; arguments as above."""
@@ -203,7 +182,7 @@ def _call_pure(
         named = [describe(*pair) for pair in named]
     merge = lambda outs: outs  # noqa: E731 - made while the function is traced
 
-    def flat(*arrays: Any) -> list[PyTree]:
+    def flat(*arrays: PyTree) -> list[PyTree]:
         nonlocal merge
         func, args, kwargs = put_back(arrays)
         outs, merge = _take_arrays(func(*args, **kwargs))
@@ -220,11 +199,11 @@ def _call_pure(
             eager.clear()
     with visitor.tracing(), kept:
         (body, consts), widened = _trace(visitor, flat, arrays, named)
-    if _current.value is not None:
-        _current.value.name(named, arrays)
+    if (recording := current_recording()) is not None:
+        recording.name(named, arrays)
     is_owner = any([is_param for _, is_param in named])
     has_params = is_owner or describe not in (linen_name, haiku_name)
-    wide = [convert_dtype(x, _F32) if i in widened else x for i, x in enumerate(arrays)]
+    wide = [convert_dtype(x, F32) if i in widened else x for i, x in enumerate(arrays)]
     visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
     traced = visitor.start(Traced(body, consts, wide, named, has_params))
     outs = visitor.finish(run_traced(visitor, traced))
@@ -240,9 +219,6 @@ def _call_pure(
     return _as_stored(merge(outs), (call.func, *call.args, *call.kwargs.values()))
 
 
-_F32 = np.dtype(np.float32)
-
-
 def _trace(
     visitor: Transformation,
     flat: Callable[..., PyTree],
@@ -251,18 +227,17 @@ def _trace(
 ) -> tuple[tuple[Any, Sequence[PyTree]], set[int]]:
     """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
 
-    Such a parameter is storage: what the function computes is what it would be with f32
-    parameters. A function that multiplies them with 16-bit inputs may insist on equal
-    dtypes. Then its inputs are read as f32, too, and if it even casts by itself to what it
-    takes for the dtype of its parameters, everything is left as it is written.
+    Such a parameter is storage. A function that multiplies it with 16-bit inputs may insist
+    on equal dtypes: then inputs are read as f32, too. If it casts by itself to what it takes
+    for the dtype of its parameters, everything is left as it is written.
     """
-    low = [i for i, x in enumerate(arrays) if x.dtype in _LOW and visitor.widens_params]
+    low = [i for i, x in enumerate(arrays) if is_low(x) and visitor.widens_params]
     params = [i for i in low if named[i][1]]
     choices = [params, low] if params and len(low) > len(params) else [params]
     refused: Exception | None = None
     for chosen in choices if params else ():
         types = [
-            x.update(dtype=_F32, weak_type=False) if i in chosen else x
+            x.update(dtype=F32, weak_type=False) if i in chosen else x
             for i, x in enumerate(map(jax.typeof, arrays))
         ]
         try:
@@ -276,7 +251,6 @@ def _trace(
     return open_jaxpr(jax.make_jaxpr(flat)(*arrays)), set()
 
 
-_LOW = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _AS_WRITTEN = (
     "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
     "needs 16 bits itself, as by casts of its own. It runs as it is written, in 16 bits "
@@ -285,14 +259,10 @@ _AS_WRITTEN = (
 
 
 def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
-    """Casts what has the structure of 16-bit parameters to their dtypes.
-
-    Gradients and new parameters that a function returns have the dtypes of the parameters.
-    """
+    """Casts what has the structure of 16-bit parameters, as gradients, to their dtypes."""
     for tree in given:
-        leaves = jax.tree.leaves(tree)
         kind = _kind(tree)
-        if kind[0] == _LEAF or not any(is_array(x) and x.dtype in _LOW for x in leaves):
+        if kind[0] == _LEAF or not any(map(is_low, jax.tree.leaves(tree))):
             continue
         is_alike = lambda node, kind=kind: _kind(node) == kind  # noqa: E731
         restore = lambda node, tree=tree, is_alike=is_alike: (  # noqa: E731
@@ -300,6 +270,9 @@ def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
         )
         result = jax.tree.map(restore, result, is_leaf=is_alike)
     return result
+
+
+_LEAF = jax.tree.structure(0)
 
 
 def _kind(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
@@ -313,43 +286,31 @@ def _cast_like(new: PyTree, old: PyTree) -> PyTree:
     return convert_dtype(new, old.dtype) if is_cast else new
 
 
-_LEAF = jax.tree.structure(0)
-
-
 def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     """Runs a traced function through a visitor; its results have their own dtypes."""
     facts = [
         visitor.argument_fact(*named, leaf)
         for named, leaf in zip(traced.named, traced.arrays, strict=True)
     ]
-    outs, _ = visitor.run(
-        traced.jaxpr, traced.consts, traced.arrays, facts, ambient_scopes()
-    )
-    variables = traced.jaxpr.outvars
-    return as_results(outs, variables, dtypes_of([var.aval for var in variables]))
+    jaxpr, consts, arrays, *_ = traced
+    outs, _ = visitor.run(jaxpr, consts, arrays, facts, ambient_scopes())
+    dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
+    return as_results(outs, jaxpr.outvars, dtypes)
 
 
-Params = tuple[int | str, ...] | None
-"""The positions or names of arguments that hold parameters; `None` to find them."""
-
-
-def parse_params(params: Any) -> Params:
+def parse_params(params: Any) -> tuple[int | str, ...] | None:
     """Returns what a user may pass for `params`: a position, a name, or several."""
     if params is None:
         return None
     single = isinstance(params, str) or not isinstance(params, Iterable)
-    found: list[int | str] = []
-    for param in (params,) if single else params:
-        if not isinstance(param, str):
-            try:
-                param = as_count(param, "params")
-            except TypeError as error:
-                raise TypeError(
-                    "`params` must be the position or the name of the argument that "
-                    f"holds the parameters, or several, but {param!r} was given."
-                ) from error
-        found.append(param)
-    return tuple(found)
+    found = (params,) if single else tuple(params)
+    try:
+        return tuple(x if isinstance(x, str) else as_count(x, "params") for x in found)
+    except TypeError as error:
+        raise TypeError(
+            "`params` must be the position or the name of the argument that holds the "
+            f"parameters, or several, but {params!r} was given."
+        ) from error
 
 
 def param_arguments(
@@ -363,9 +324,8 @@ def param_arguments(
             param = names[param] if is_given else f"argument {param}"
         if param not in given:
             raise ValueError(
-                f"`params` names `{param}`, but the function was called with "
-                f"{[*given]}. Pass the position or the name of the argument "
-                "that holds the parameters."
+                f"`params` names `{param}`, but the function was called with {[*given]}. "
+                "Pass the position or the name of the argument that holds the parameters."
             )
         found.append(param)
     return found
@@ -374,10 +334,8 @@ def param_arguments(
 def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
     """Returns the names of the arrays of a call, and which of them are parameters.
 
-    Without a choice of the user's these are the arrays that the function itself holds, as
-    a module or a method of one; else the first argument that is a container. An argument
-    that is an array by itself may be an input: `fp8` takes the first one if there is no
-    container.
+    Without a choice of the user's these are the arrays that the function itself holds;
+    else the first argument that is a container. An array by itself may be an input.
     """
     func, args, kwargs = call
     names = argument_names(func, len(args))
@@ -413,8 +371,7 @@ def _call_with_nnx(
 ) -> PyTree:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
-    `plain` holds the function and all arguments, with slots for the objects; `names` are
-    those of the positional arguments.
+    `plain` holds the function and all arguments, with slots for the objects.
     """
     split = _nnx.split(objects, ())
 
@@ -461,10 +418,7 @@ def flat_call(
     kwargs: dict[str, PyTree],
     wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] | None = None,
 ) -> tuple[list[PyTree], Callable[[Transformation, Sequence[PyTree]], list[PyTree]]]:
-    """Returns the arrays of a call, and a function of a visitor and such arrays.
-
-    That function makes the call through the visitor and returns the arrays of the result.
-    """
+    """Returns the arrays of a call, and what makes the call of a visitor and such arrays."""
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None

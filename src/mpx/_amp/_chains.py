@@ -6,104 +6,80 @@ Inside it computes in f32, where a power that overflows f16 does not.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from mpx._amp._decide import Choice
-from mpx._amp._facts import (
-    F32,
-    NEUTRAL,
-    Origin,
-    Settings,
-    cast,
-    is_eligible,
-)
+from mpx._amp._facts import DATA, F32, LOW_DTYPES, Settings, cast, is_eligible
 from mpx._amp._rules import Rule, rule_for
 from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._jax._formats import FORMATS
 from mpx._program._flow import Flow
-from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Scopes, Values
-from mpx._program._queries import Equation, Position, leaves, names, walk_inside
+from mpx._program._interpreter import Frame, Op, Outcome, Scopes, Values
+from mpx._program._queries import (
+    CALLS,
+    Equation,
+    Position,
+    leaves,
+    names,
+    walk_inside,
+)
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"
 # The largest absolute value of their results.
-_BOUNDED = {
-    "tanh": 1.0,
-    "logistic": 1.0,
-    "erf": 1.0,
-    "erfc": 2.0,
-    "sin": 1.0,
-    "cos": 1.0,
-}
+_BOUNDED = {**dict.fromkeys(names("tanh logistic erf sin cos"), 1.0), "erfc": 2.0}
 # What XLA holds too expensive to compute a second time by itself.
 _EXPENSIVE = frozenset(names("tanh erf erfc log1p expm1 atan cbrt"))
 _SAME = frozenset(
-    names(
-        "neg abs copy reshape squeeze expand_dims transpose broadcast_in_dim "
-        "stop_gradient convert_element_type"
-    )
+    names("neg abs copy reshape squeeze expand_dims transpose broadcast_in_dim")
+    + names("stop_gradient convert_element_type")
 )
-# Their derivatives need an operand or the result.
-_NONLINEAR = frozenset(
-    (*_BOUNDED, *_EXPENSIVE, *names("integer_pow exp log sqrt rsqrt mul div"))
-)
-_POINTWISE = _NONLINEAR | _SAME | {"add", "sub", "max", "min"}
+_POINTWISE = frozenset(
+    names("integer_pow exp log sqrt rsqrt mul div add sub max min")
+).union(_BOUNDED, _EXPENSIVE, _SAME)
 CURVED = _EXPENSIVE | {"integer_pow"}
-_FLOATS = frozenset(names("float32 bfloat16 float16"))
+_FLOATS = frozenset((F32, *LOW_DTYPES))
 Emitter = Callable[[Settings, Op], Outcome]
 _CHAINS = object()  # where a frame keeps the chains of its jaxpr
 
 
 class Chain(NamedTuple):
-    """Equations whose operands are one value and each other's results.
+    """Equations whose operands are one value and each other's results."""
 
-    Attributes:
-        source: The value from which all of them are computed.
-        equations: The equations.
-        outvars: The results that others read.
-    """
-
-    source: Any
+    source: Any  # The value from which all of them are computed
     equations: list[Equation]
-    outvars: list[Any]
+    outvars: list[Any]  # The results that others read
+    leaves: list[
+        Equation
+    ]  # The equations, with those inside calls in place of the calls
 
-    def places(self, scopes: Scopes) -> Iterator[Position]:
-        """Yields its equations and those inside them, with the scopes around each."""
+    def has_region(self, amp: Settings, scopes: Scopes) -> bool:
+        """Returns whether a scope has a rule for one of the equations or inside them."""
         for eqn in self.equations:
             here = Position(scopes=scopes).at(eqn)
-            yield here
-            yield from walk_inside(here)
-
-    @property
-    def leaves(self) -> list[Equation]:
-        """The equations, with those inside calls in place of the calls."""
-        return [*leaves(self.equations)]
+            if any(
+                amp.region_rule(x.eqn, x.scopes) for x in (here, *walk_inside(here))
+            ):
+                return True
+        return False
 
 
 def choose_chain(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
-    """Returns how an equation runs that is part of a chain; `None` if it is not.
-
-    There are no chains under rules that change the rule of an operation.
-    """
-    frame, eqn = amp.frame, op.eqn
-    made = frame.made
+    """Returns how an equation runs that is part of a chain; `None` if it is not."""
+    eqn, made = op.eqn, amp.frame.made
     if eqn.outvars and eqn.outvars[0] in made:
         return Choice("chain"), _computed
     if _CHAINS not in made:
-        made[_CHAINS] = find_chains(frame.jaxpr, frame.plan), None
+        made[_CHAINS] = _find_chains(amp.frame), None
     chain: Chain | None = made[_CHAINS][0].get(id(eqn))
-    outer = op.scopes[: len(op.scopes) - len(scopes_of(eqn))]
-    if (
-        chain is None
-        or not _pays(amp, op, chain)
-        or any(amp.region_rule(x.eqn, x.scopes) for x in chain.places(outer))
-    ):
+    if chain is None or not _pays(amp, op, chain):
+        return None
+    if chain.has_region(amp, op.scopes[: len(op.scopes) - len(scopes_of(eqn))]):
         return None
     if not is_eligible(chain.source.aval):
         return Choice("chain", Rule.FOLLOW, _AGAIN), _running(chain, None)
@@ -121,17 +97,13 @@ def _computed(amp: Settings, op: Op) -> Outcome:
     return [out], [fact]
 
 
-def find_chains(jaxpr: Jaxpr, plan: Plan | None = None) -> dict[int, Chain]:
-    """Returns the chains of a jaxpr by the `id` of their first equation.
-
-    Args:
-        jaxpr: The jaxpr.
-        plan: What is run in the place of equations: it may read other values than these.
-    """
+def _find_chains(frame: Frame) -> dict[int, Chain]:
+    """Returns the chains of a jaxpr by the `id` of their first equation."""
     source_of: dict[Any, Any] = {}
     members: dict[Any, list[Equation]] = {}
-    for eqn in jaxpr.eqns:
-        if not _is_pointwise(eqn):
+    for eqn in frame.jaxpr.eqns:
+        dtypes = _dtypes(eqn)
+        if dtypes is None:
             continue
         read = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         sources = {source_of.get(atom, atom) for atom in read}
@@ -139,47 +111,41 @@ def find_chains(jaxpr: Jaxpr, plan: Plan | None = None) -> dict[int, Chain]:
             continue
         source = sources.pop()
         # What is f32 as it is written is held in 16 bits; casts are for 16-bit values.
-        if is_eligible(source.aval) and not _is_f32(eqn):
+        if is_eligible(source.aval) and dtypes - {F32}:
             continue
         source_of[eqn.outvars[0]] = source
         members.setdefault(source, []).append(eqn)
-    return {
-        id(chain[0]): _as_chain(jaxpr, plan, source, chain)
-        for source, chain in members.items()
-        if not CURVED.isdisjoint(eqn.primitive.name for eqn in leaves(chain))
-    }
+    # What is run in the place of equations may read other values than these.
+    replaced = frame.plan.replaced.values() if frame.plan is not None else ()
+    kept = {x for x in frame.jaxpr.outvars if not isinstance(x, Literal)}
+    kept.update(atom for x in replaced for atom in x.atoms)
+    chains = {}
+    for source, chain in members.items():
+        inner, inside = [*leaves(chain)], set(map(id, chain))
+        if CURVED.isdisjoint(eqn.primitive.name for eqn in inner):
+            continue
+        outvars = [
+            var
+            for eqn in chain
+            for var in eqn.outvars
+            if var in kept
+            or any(id(reader) not in inside for reader, _ in frame.readers.get(var, ()))
+        ]
+        chains[id(chain[0])] = Chain(source, chain, outvars, inner)
+    return chains
 
 
-def _as_chain(
-    jaxpr: Jaxpr, plan: Plan | None, source: Any, members: list[Equation]
-) -> Chain:
-    made, inside = {x.outvars[0] for x in members}, set(map(id, members))
-    read = {
-        atom
-        for eqn in jaxpr.eqns
-        if id(eqn) not in inside
-        for atom in eqn.invars
-        if not isinstance(atom, Literal) and atom in made
-    }
-    read |= {x for x in jaxpr.outvars if not isinstance(x, Literal)}
-    if plan is not None:
-        read.update(atom for x in plan.replaced.values() for atom in x.atoms)
-    outvars = [eqn.outvars[0] for eqn in members if eqn.outvars[0] in read]
-    return Chain(source, members, outvars)
-
-
-def _is_pointwise(eqn: Equation) -> bool:
-    """Returns whether an equation works on single float numbers, one by one."""
-    return len(eqn.outvars) == 1 and all(
-        leaf.primitive.name in _POINTWISE
-        and all(str(x.aval.dtype) in _FLOATS for x in (*leaf.invars, *leaf.outvars))
-        for leaf in leaves([eqn])
-    )
-
-
-def _is_f32(eqn: Equation) -> bool:
-    atoms = [x for leaf in leaves([eqn]) for x in (*leaf.invars, *leaf.outvars)]
-    return all(is_eligible(x.aval) for x in atoms)
+def _dtypes(eqn: Equation) -> set[np.dtype] | None:
+    """Returns the dtypes in an equation on single float numbers, one by one, else `None`."""
+    found: set[np.dtype] = set()
+    name = eqn.primitive.name
+    if len(eqn.outvars) != 1 or (name not in _POINTWISE and name not in CALLS):
+        return None
+    for leaf in leaves([eqn]):
+        if leaf.primitive.name not in _POINTWISE:
+            return None
+        found.update(x.aval.dtype for x in (*leaf.invars, *leaf.outvars))
+    return found if found <= _FLOATS else None
 
 
 def _pays(amp: Settings, op: Op, chain: Chain) -> bool:
@@ -189,29 +155,28 @@ def _pays(amp: Settings, op: Op, chain: Chain) -> bool:
     same. Who reads the result does not decide: a jitted function does not know.
     """
     value = op.values[op.eqn.invars.index(chain.source)]
-    if getattr(value, "dtype", None) not in (np.float16, jnp.bfloat16):
+    if getattr(value, "dtype", None) not in LOW_DTYPES:
         return False
     if is_eligible(chain.source.aval) and _overflows(amp, chain):
         return True
-    leaves = {eqn.primitive.name for eqn in chain.leaves}
-    is_expensive = len(leaves - _SAME) > 1 and not _EXPENSIVE.isdisjoint(leaves)
+    found = {eqn.primitive.name for eqn in chain.leaves}
+    is_expensive = len(found - _SAME) > 1 and not _EXPENSIVE.isdisjoint(found)
     return is_expensive and len(chain.outvars) == 1
 
 
 def _overflows(amp: Settings, chain: Chain) -> bool:
-    is_power = lambda x: x.primitive.name == "integer_pow" and x.params["y"] > 2  # noqa: E731
-    return amp.dtype == np.float16 and any(map(is_power, chain.leaves))
+    return amp.dtype == np.float16 and any(
+        eqn.primitive.name == "integer_pow" and eqn.params["y"] > 2
+        for eqn in chain.leaves
+    )
 
 
 def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
-    """Returns whether a result is held in 16 bits: by its rules, and if it fits there.
-
-    Inside a chain `erfc` is rounded once, at the end, as `erf` is.
-    """
-    if not all(
-        eqn.primitive.name in _BOUNDED or _is_low_alone(eqn) for eqn in chain.leaves
-    ):
-        return False
+    """Returns whether a result is held in 16 bits: by its rules, and if it fits there."""
+    for eqn in chain.leaves:
+        rule = rule_for(eqn.primitive.name, eqn.params, compute_is_f16=False)
+        if eqn.primitive.name not in _BOUNDED and rule not in _LOW_RULES:
+            return False
     if amp.dtype != np.float16:
         return True
     largest = FORMATS["f16"].max
@@ -220,9 +185,7 @@ def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
     return bound <= largest
 
 
-def _is_low_alone(eqn: Equation) -> bool:
-    rule = rule_for(eqn.primitive.name, eqn.params, compute_is_f16=False)
-    return rule in (Rule.FOLLOW, Rule.WIDEST)
+_LOW_RULES = (Rule.FOLLOW, Rule.WIDEST)
 
 
 def _bound(name: str, eqn: Equation, known: list[Any]) -> float:
@@ -237,8 +200,11 @@ def _bound(name: str, eqn: Equation, known: list[Any]) -> float:
         return sum(sizes)
     if name == "mul":
         return math.prod(sizes)
-    if name == "integer_pow":
-        return _power(sizes[0], eqn.params["y"])
+    if name == "integer_pow" and eqn.params["y"] > 0:
+        try:
+            return sizes[0] ** eqn.params["y"]
+        except OverflowError:
+            return math.inf
     return max(sizes) if name in _SAME or name in ("max", "min") else math.inf
 
 
@@ -248,20 +214,11 @@ def _size(atom: Any) -> float:
     return float(np.max(np.abs(np.asarray(atom.val, np.float64))))
 
 
-def _power(size: float, exponent: int) -> float:
-    try:
-        return size**exponent if exponent > 0 else math.inf
-    except OverflowError:
-        return math.inf
-
-
 def _running(chain: Chain, is_low: list[bool] | None) -> Emitter:
     """Returns what computes a chain from a 16-bit value, at its first equation.
 
-    Args:
-        chain: The chain.
-        is_low: Which results are held in 16 bits, if it is computed in f32. `None` if it
-            is computed as it is written.
+    `is_low` tells which results are held in 16 bits if it is computed in f32; `None` if it
+    is computed as it is written.
     """
 
     def run(amp: Settings, op: Op) -> Outcome:
@@ -269,15 +226,14 @@ def _running(chain: Chain, is_low: list[bool] | None) -> Emitter:
         if key not in made:
             # Layers that are alike share a function, which JAX traces once.
             made[key] = _function_of(chain, is_low, amp.dtype), None
-        outs = made[key][0](op.values[op.eqn.invars.index(chain.source)])
-        source = op.facts[op.eqn.invars.index(chain.source)].source
-        known = [Origin(source._replace(leaf=None), touched=True)] * len(outs)
-        results = zip(outs, known, strict=True)
+        place = op.eqn.invars.index(chain.source)
+        outs = made[key][0](op.values[place])
+        fact = op.facts[place]._replace(leaf=None, literal=None)
         # What only the chain itself reads has no value outside.
+        made.update((x.outvars[0], (None, DATA)) for x in chain.equations)
         made.update(
-            dict.fromkeys((x.outvars[0] for x in chain.equations), (None, NEUTRAL))
+            (x, (out, fact)) for x, out in zip(chain.outvars, outs, strict=True)
         )
-        made.update(zip(chain.outvars, results, strict=True))
         return _computed(amp, op)
 
     return run

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpx._amp._facts import F32, LOW_DTYPES, Origin, Settings, is_eligible
+from mpx._amp._facts import F32, LOW_DTYPES, Settings, Source, is_eligible
 from mpx._amp._rules import LOW_NAME, PRIMITIVES, REASONS, Rule, RuleLike
 from mpx._jax._compat import HAS_MOSAIC, default_matmul_precision, has_explicit_axes
 from mpx._jax._devices import cuda_capability, gpu_capability
@@ -114,12 +113,10 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
     if head.dtype != F32:
         return Choice("as written")
     rule, reason = region or amp.rule("dot_general", {}, op.facts[:2])
-    if rule == Rule.LOW:
-        highest = ("highest", "float32")
-        if head.precision in highest and default_matmul_precision() not in highest:
-            return Choice("original", rule, HIGHEST)
-        return Choice("cross entropy", rule, reason)
-    if rule in PRESETS:
+    is_asked = head.precision in _HIGHEST and not highest_is_the_default()
+    if rule == Rule.LOW and is_asked:
+        return Choice("original", rule, HIGHEST)
+    if rule == Rule.LOW or rule in PRESETS:
         return Choice("cross entropy", rule, reason)
     return Choice("original", rule if isinstance(rule, str) else Rule.ORIGINAL, reason)
 
@@ -135,7 +132,7 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
 
 
 def reason_against(
-    eqn: Equation, rule: Rule, facts: Sequence[Origin] = ()
+    eqn: Equation, rule: Rule, facts: Sequence[Source] = ()
 ) -> str | None:
     """Returns why an equation runs as written though its rule is another, if it does."""
     name = eqn.primitive.name
@@ -173,21 +170,20 @@ def _reason_as_asked(eqn: Equation) -> str | None:
 
 
 HIGHEST = "precision=HIGHEST was asked for"
+_HIGHEST = ("highest", "float32")
 
 
 def highest_is_the_default() -> bool:
     """Returns whether every matmul has the highest precision, also one that asks for none."""
-    return default_matmul_precision() in ("highest", "float32")
+    return default_matmul_precision() in _HIGHEST
 
 
-def _reason_for_f32(eqn: Equation, facts: Sequence[Origin]) -> str | None:
+def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
     """Returns why 16 bits cost a matmul accuracy and gain it no time, if they do.
 
-    Without a sum, as in the angles of rotary embeddings, the operands are rounded and no
-    matrix unit has anything to add up. A product with a vector is an inner product, as in a
-    norm or a penalty, or several of them: matrix units have nothing to gain there, and the
-    result may leave the range of f16, as may that of `reduce_sum`. With one weight it is a
-    layer that gets one example, or has one output.
+    Without a sum, as in the angles of rotary embeddings, no matrix unit has anything to add
+    up. A product with a vector is an inner product, as in a norm, whose result may leave the
+    range of f16; with one weight it is a layer of one example or one output.
     """
     summed, free = matmul_sizes(eqn)
     # A size that is a symbol counts as larger than 1.
@@ -196,7 +192,7 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Origin]) -> str | None:
     has_vector = any([isinstance(size, int) and size <= 1 for size in free])
     if eqn.primitive.name != "dot_general" or not has_vector:
         return None
-    sources = [fact.source for fact in facts[:2]]
+    sources = facts[:2]
     # If no operand is made of parameters, the function may close over its weights.
     closed_over = [x.leaf is not None and not x.names for x in sources]
     if (sum([x.is_param for x in sources]) or sum(closed_over)) == 1:
@@ -230,34 +226,22 @@ def kind_of(eqn: Equation) -> Kind | None:
 
 def no_grouped_kernel(eqn: Equation) -> str | None:
     """Returns why a ragged 16-bit matmul does not run in a grouped kernel, or `None`."""
-    return _reason_by_device() or _reason_by_shape(eqn)
-
-
-def _reason_by_device() -> str | None:
     if gpu_capability() != (9, 0):
         return "the kernel needs a Hopper GPU"
-    if not HAS_MOSAIC:
+    if not HAS_MOSAIC or private("grouped") is None:
         return f"the kernel needs jax 0.11 or later, and {jax.__version__} is installed"
-    if private("grouped") is None:
-        return "this version of JAX lacks a name that the kernel needs"
     mesh = jax.sharding.get_abstract_mesh()
     is_split = mesh.size > 1 and not mesh.are_all_axes_manual
     if is_split or has_explicit_axes(mesh):
         return "its operands may be sharded: call it under `jax.shard_map`"
-    return None
-
-
-def _reason_by_shape(eqn: Equation) -> str | None:
     if kind_of(eqn) is None:
         return "it is not rows times a matrix for each group"
     rows, *sizes = eqn.invars[0].aval.shape
     sizes += eqn.invars[1].aval.shape[1:]
     if rows < _LEAST or rows % _TOGETHER:
         return f"it has {rows} rows, not a multiple of {_TOGETHER}, {_LEAST} or more"
-    for size in sizes:
-        if size == 0 or size % _MULTIPLE:
-            return f"{size} is not a multiple of {_MULTIPLE}"
-    return None
+    odd = [size for size in sizes if size == 0 or size % _MULTIPLE]
+    return f"{odd[0]} is not a multiple of {_MULTIPLE}" if odd else None
 
 
 def describe_ragged(eqn: Equation) -> str:
@@ -267,14 +251,9 @@ def describe_ragged(eqn: Equation) -> str:
 
 
 def is_low_ragged(eqn: Equation) -> bool:
-    """Returns whether an equation is a ragged matmul of operands written in 16 bits.
-
-    The result may be asked for in f32.
-    """
+    """Returns whether an equation is a ragged matmul of operands written in 16 bits."""
     if eqn.primitive.name not in RAGGED:
         return False
-    first, second, out = (
-        np.dtype(var.aval.dtype) for var in (*eqn.invars[:2], *eqn.outvars)
-    )
-    is_16_bit = first in (jnp.bfloat16, jnp.float16)
-    return is_16_bit and first == second and out in (first, np.float32)
+    atoms = (*eqn.invars[:2], *eqn.outvars)
+    first, second, out = (np.dtype(var.aval.dtype) for var in atoms)
+    return first in LOW_DTYPES and first == second and out in (first, F32)

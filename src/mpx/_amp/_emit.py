@@ -11,6 +11,7 @@ and their result is rounded after: see `SUMMED`.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,20 +37,28 @@ from mpx._amp._decide import (
 from mpx._amp._facts import (
     F32,
     Decision,
-    Origin,
     Settings,
+    Source,
     cast,
     changed,
+    follow,
     is_eligible,
     is_low,
-    may_be_param,
     saturate,
     widest,
 )
-from mpx._amp._rules import BROADCASTING, LINEAR, LOW_NAME, PRIMITIVES, SUMMED, Rule
-from mpx._casting._half import in_gradient_function
-from mpx._casting._reduction import COMPUTE
+from mpx._amp._rules import (
+    BROADCASTING,
+    LINEAR,
+    LOW_NAME,
+    PRIMITIVES,
+    SUMMED,
+    Rule,
+    as_compute_dtype,
+)
+from mpx._casting._context import COMPUTE, Reduce, amp_reduce, in_gradient_function
 from mpx._jax._compat import (
+    INLINE,
     Literal,
     bind,
     eval_equation,
@@ -85,7 +94,7 @@ from mpx._program._queries import (
     every_use,
     readers,
 )
-from mpx._wire._product import multiply_for, plain_multiply
+from mpx._wire._product import Multiply, multiply_for, plain_multiply
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -102,10 +111,7 @@ class Autocast(Settings):
         return traced
 
     def finish(self, outs: Values) -> Values:
-        """Warns of what was asked for and not done, or returns results that may warn.
-
-        They do if f16 gradients are taken without a loss scale.
-        """
+        """Warns of what was asked for and not done; f16 results warn if differentiated."""
         if "low" in self.found and highest_is_the_default():
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
@@ -118,7 +124,7 @@ class Autocast(Settings):
         self,
         jaxpr: Jaxpr,
         consts: Sequence[PyTree],
-        facts: Sequence[Origin],
+        facts: Sequence[Source],
         scopes: Scopes,
     ) -> Plan | None:
         # Without these there is no attention to recognise.
@@ -145,7 +151,6 @@ class Autocast(Settings):
 
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
-        name = op.eqn.primitive.name
         # Equations that are run out of turn, for recognised ones, are in no chain.
         in_turn = self.is_plain and self.frame.eqn is op.eqn
         has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
@@ -155,17 +160,21 @@ class Autocast(Settings):
         else:
             choice = decide(self, op)
             result = _EMITTERS[choice.how](self, op, choice.rule)
-        if isinstance(result, tuple):
-            outs, known = result
-        else:
-            outs, known = result, self.facts_after(op, result)
-        if name in MATMULS and choice.rule == Rule.LOW:
+        is_told = isinstance(result, tuple)
+        outs, known = result if is_told else (result, follow(op.eqn, op.facts))
+        if choice.rule == Rule.LOW and op.eqn.primitive.name in MATMULS:
             # For the warnings of `finish`.
             is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
             self.found.add("low" if is_low else "highest" if is_kept else "")
         if self.decisions is not None and choice.rule is not None:
             self.decisions.append(_decision(op, choice, outs, self.caller))
         return outs, known
+
+
+def autocast_for(dtype: np.dtype | None, reduce: Reduce, **options: Any) -> Autocast:
+    """Returns the visitor for one call, by what is set around it."""
+    chosen = as_compute_dtype(dtype)
+    return Autocast(dtype=chosen, reduce=amp_reduce(reduce), **options)
 
 
 def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
@@ -192,10 +201,7 @@ def _as_written(amp: Settings, op: Op, rule: Any = None) -> Values:
 
 
 def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
-    """Runs an equation of 16-bit operands such that its transpose sums in f32.
-
-    The results are the same: what is done in f32 only moves or selects numbers.
-    """
+    """Runs an equation that moves or selects 16-bit numbers; its transpose sums in f32."""
     eqn, name = op.eqn, op.eqn.primitive.name
     low = next((x.dtype for x in values if is_low(x)), None)
     if low is None:
@@ -203,7 +209,7 @@ def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
     if name in BROADCASTING:
         shape = tuple(eqn.outvars[0].aval.shape)
 
-        def whole(x: PyTree, fact: Origin) -> PyTree:
+        def whole(x: PyTree, fact: Source) -> PyTree:
             if not is_low(x) or fact.literal is not None or x.shape == shape:
                 return x
             return cast(jnp.broadcast_to(amp.widen(x), shape), x.dtype)
@@ -215,19 +221,9 @@ def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
     return bind(eqn, arrays_of(values))
 
 
-def _ragged_as_written(amp: Settings, op: Op, rule: Any = None) -> Values:
-    """Runs a ragged matmul that is written in 16 bits."""
-    return multiply(op.eqn, arrays_of(op.values), op.eqn.outvars[0].aval.dtype)
-
-
 def _original(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs an equation as it is written, on operands cast back to f32."""
     return eval_equation(op.eqn, changed(op, amp.widen))
-
-
-def _mark_low(amp: Settings, op: Op, rule: Any = None) -> Values:
-    """Runs the marker of `amp_low`."""
-    return bind(op.eqn, [cast(op.values[0], amp.dtype)])
 
 
 def _convert(amp: Settings, op: Op, rule: Any = None) -> Values:
@@ -246,22 +242,9 @@ def _by_user(amp: Settings, op: Op, rule: Any) -> Values:
     return bind(op.eqn, list(args), **params)
 
 
-def _low(amp: Settings, op: Op, rule: Any = None) -> Values:
-    return bind(op.eqn, changed(op, lambda x: cast(x, amp.dtype)))
-
-
-def _f32(amp: Settings, op: Op, rule: Any = None) -> Values:
-    return bind(op.eqn, changed(op, amp.widen))
-
-
 def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     eqn, facts = op.eqn, op.facts
-    soft = [
-        fact.literal is not None
-        or _is_bias(fact)
-        or (amp.rules.base == "fast" and not fact.touched)
-        for fact in facts
-    ]
+    soft = [fact.literal is not None or _is_bias(fact) for fact in facts]
     dtype = widest(
         value.dtype
         for var, value, follows in zip(eqn.invars, op.values, soft, strict=True)
@@ -280,31 +263,42 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
 
 
 def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
-    """Runs an operation on activations of 16 bits and f32 parameters.
+    """Runs an operation on activations of 16 bits and f32 parameters."""
+    # A user's rule may be for a primitive that holds a function: it is not kept.
+    is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
+    make = _rounded_once if is_known else _rounded_once.__wrapped__
+    return list(make(eqn.primitive, tuple(eqn.params.items()), dtype)(*values))
 
-    It computes in f32 and rounds once. In the backward pass a parameter's gradient is a sum
-    over all examples, also over those of a `jax.vmap` around the call, and that sum is f32.
+
+@functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types
+def _rounded_once(
+    primitive: Any, params: tuple[tuple[str, Any], ...], dtype: np.dtype
+) -> Callable[..., Values]:
+    """Returns an operation that computes in f32 and rounds once.
+
+    In the backward pass a parameter's gradient is a sum over all examples, also over those
+    of a `jax.vmap` around the call, and that sum is f32.
     """
 
     def compute(*values: PyTree) -> Values:
         wide = [saturate(x, dtype) if x.dtype == F32 else x for x in values]
-        outs = bind(eqn, [cast(x, F32) if is_low(x) else x for x in wide])
+        wide = [cast(x, F32) if is_low(x) else x for x in wide]
+        outs = primitive.bind(*wide, **dict(params))
+        outs = outs if primitive.multiple_results else [outs]
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
 
-    if eqn.primitive.name in LINEAR:
-        return compute(*values)
-    # A product keeps its operands for the backward pass: those of 16 bits.
-    return jax.checkpoint(compute, prevent_cse=False)(*values)
+    if primitive.name not in LINEAR:
+        # A product keeps its operands for the backward pass: those of 16 bits.
+        compute = jax.checkpoint(compute, prevent_cse=False)
+    return jax.jit(compute, inline=INLINE)
 
 
-def _is_bias(fact: Origin) -> bool:
+def _is_bias(source: Source) -> bool:
     """Returns whether an operand is a bias or a scale, which takes the others' dtype.
 
-    Without this each `x @ W + b` would fall back to f32. It is for parameters: biases,
-    scales, embeddings of positions. Masks, targets and coordinates are arguments of another
-    kind and stay f32: 16 bits would round or overflow them and change the result.
+    Without this each `x @ W + b` would fall back to f32. It is for parameters: masks,
+    targets and coordinates stay f32, since 16 bits would round or overflow them.
     """
-    source = fact.source
     if not source.is_param or source.leaf is None:
         return False
     sizes = tuple(size for size in source.leaf if size != 1)
@@ -313,18 +307,13 @@ def _is_bias(fact: Origin) -> bool:
 
 
 def _follow(amp: Settings, op: Op, rule: Any = None) -> Values:
-    eqn, values = op.eqn, changed(op, as_array)
-    if PRIMITIVES.get(eqn.primitive.name) != Rule.FOLLOW and _operands_differ(
-        eqn, values
-    ):
+    values = changed(op, as_array)
+    if PRIMITIVES.get(op.eqn.primitive.name) != Rule.FOLLOW:
         # A user's rule. The table has it only where operands need not agree, as in `sort`.
-        return _widest(amp, op)
+        pairs = zip(op.eqn.invars, values, strict=True)
+        if len({x.dtype for var, x in pairs if is_eligible(var.aval)}) > 1:
+            return _widest(amp, op)
     return _summed_in_f32(amp, op, values)
-
-
-def _operands_differ(eqn: Equation, values: Values) -> bool:
-    pairs = zip(eqn.invars, values, strict=True)
-    return len({x.dtype for var, x in pairs if is_eligible(var.aval)}) > 1
 
 
 def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
@@ -335,7 +324,7 @@ def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
         # is cast once: its cotangents add up in the matmuls that make them, as in a model
         # written in 16 bits. Each in an array of its own costs memory traffic and, where
         # they are sums over devices, an all-reduce each.
-        if not may_be_param(op.facts[side]):
+        if not op.facts[side].may_be_param:
             is_f32 = getattr(value, "dtype", None) == F32
             args[side] = (amp.once if is_f32 else cast)(value, amp.dtype)
             continue
@@ -343,18 +332,9 @@ def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
         dtype = amp.grad_dtype(value)
         if dtype != amp.dtype:
             weights[side] = value, dtype  # its gradient leaves the matmul in f32
-    if not weights and op.eqn.primitive.name not in RAGGED:
-        return bind(op.eqn, args, preferred_element_type=amp.dtype)
-    if not weights:
-        return multiply(op.eqn, args, amp.dtype)
-    return [multiply_for(op.eqn, args, weights, _multiply)]
-
-
-def _multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
-    """Runs a matmul of low operands, whose result may be f32."""
-    if eqn.primitive.name in RAGGED and no_grouped_kernel(eqn) is None:
-        return multiply(eqn, args, dtype)
-    return plain_multiply(eqn, args, dtype)
+    if weights:
+        return [multiply_for(op.eqn, args, weights, _multiply_wide)]
+    return multiply(op.eqn, args, amp.dtype)
 
 
 def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
@@ -373,15 +353,22 @@ def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
     return chosen(*args)
 
 
-def multiply(eqn: Equation, args: PyTree, dtype: np.dtype) -> list[PyTree]:
+def multiply(
+    eqn: Equation, args: Values, dtype: np.dtype, otherwise: Multiply | None = None
+) -> Values:
     """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one."""
-    if eqn.primitive.name not in RAGGED or no_grouped_kernel(eqn) is not None:
-        return bind(eqn, args, preferred_element_type=dtype)
-    from mpx._ops._experts._primitive import grouped_matmul
+    if eqn.primitive.name in RAGGED and no_grouped_kernel(eqn) is None:
+        from mpx._ops._experts._primitive import grouped_matmul
 
-    kind = kind_of(eqn)
-    assert kind is not None
-    return [grouped_matmul(*args, kind=kind, dtype=dtype)]
+        kind = kind_of(eqn)
+        assert kind is not None
+        return [grouped_matmul(*args, kind=kind, dtype=dtype)]
+    if otherwise is not None:
+        return otherwise(eqn, args, dtype)
+    return bind(eqn, args, preferred_element_type=dtype)
+
+
+_multiply_wide = functools.partial(multiply, otherwise=plain_multiply)
 
 
 def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
@@ -404,16 +391,17 @@ def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
 # --- Bodies ---------------------------------------------------------------------------
 
 
-def has_work(jaxpr: Jaxpr) -> bool:
+def _has_work(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr holds a matmul or a value of 16 bits, at any depth."""
     return any(
-        eqn.primitive.name in MATMULS
-        or eqn.primitive.name in ATTENTION
-        or eqn.primitive.name in CROSS_ENTROPY
+        eqn.primitive.name in _MULTIPLIES
         or eqn.params.get("name") == LOW_NAME
         or any(is_low(var.aval) for var in eqn.invars)
         for eqn in equations(jaxpr)
     )
+
+
+_MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY))
 
 
 def _jit(amp: Autocast, op: Op) -> Outcome:
@@ -423,7 +411,7 @@ def _jit(amp: Autocast, op: Op) -> Outcome:
         not is_eligible(var.aval) or value.dtype == F32
         for var, value in zip(eqn.invars, values, strict=True)
     )
-    if unchanged and amp.rules.is_plain and not has_work(body):
+    if unchanged and amp.rules.is_plain and not _has_work(body):
         # Nothing to do: random number generators, for one, stay the same programs.
         return eval_equation(eqn, values), amp.facts_of_body(op)
     new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
@@ -483,12 +471,12 @@ def _low_stack(amp: Autocast, op: Op, position: int) -> PyTree:
     if stored.dtype == amp.dtype and len(amp.frame.readers[atom]) == 1:
         return stored
     # A gradient that is to leave its matmul in f32 is not rounded in the loop.
-    is_f32 = may_be_param(op.facts[position]) and amp.grad_dtype(value) != amp.dtype
+    is_f32 = op.facts[position].may_be_param and amp.grad_dtype(value) != amp.dtype
     return value if is_f32 else cast(value, amp.dtype)
 
 
 def _used_only_low(
-    amp: Autocast, jaxpr: Jaxpr, var: Any, fact: Origin, scopes: Scopes
+    amp: Autocast, jaxpr: Jaxpr, var: Any, fact: Source, scopes: Scopes
 ) -> bool:
     """Returns whether a value is used, and only as an operand of low matmuls."""
 
@@ -526,14 +514,18 @@ _EMITTERS: dict[str, Callable[..., Values | Outcome]] = {
     "as written": _as_written,
     "original": _original,
     "convert": _convert,
-    "mark": _mark_low,
+    "mark": lambda amp, op, _: bind(op.eqn, [cast(op.values[0], amp.dtype)]),
     "matmul": _low_matmul,
-    "ragged as written": _ragged_as_written,
+    "ragged as written": lambda amp, op, _: multiply(
+        op.eqn, arrays_of(op.values), op.eqn.outvars[0].aval.dtype
+    ),
     "cross entropy": _cross_entropy,
     "user": _by_user,
     "body": _body,
-    Rule.LOW: _low,
-    Rule.F32: _f32,
+    Rule.LOW: lambda amp, op, _: bind(
+        op.eqn, changed(op, lambda x: cast(x, amp.dtype))
+    ),
+    Rule.F32: lambda amp, op, _: bind(op.eqn, changed(op, amp.widen)),
     Rule.WIDEST: _widest,
     Rule.FOLLOW: _follow,
     Rule.ORIGINAL: _original,
@@ -564,8 +556,7 @@ _UNSCALED = (
 def _warn_if_unscaled(x: PyTree) -> PyTree:
     """Returns a result as it is; if it is differentiated, that may warn.
 
-    The derivative rule runs when JAX takes the derivative, also that of a jitted
-    function, and not before: a function that is only called has no rule to run.
+    The derivative rule runs when JAX takes the derivative, also of a jitted function.
     """
     return x
 

@@ -6,9 +6,10 @@ normalised first. It counts as that parameter as long as nothing but parameters 
 of the program enter.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from jax import lax
 from jaxtyping import PyTree
 
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
-from mpx._casting._reduction import Reduce, weight_grad_dtype
-from mpx._jax._compat import INLINE, convert_dtype, source_frames
+from mpx._casting._context import Reduce, weight_grad_dtype
+from mpx._jax._compat import INLINE, convert_dtype, make_jit_context, source_frames
 from mpx._jax._formats import FORMATS, short_name
+from mpx._jax._frameworks import Named
 from mpx._program._flow import after
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
 from mpx._program._queries import (
@@ -34,18 +36,19 @@ from mpx._program._queries import (
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-
-
+# The same number in other shapes.
+_REPEATS = SHAPE_ONLY | {"tile"}
 # The result holds numbers of the first operand.
-MOVES = SHAPE_ONLY.union(
+MOVES = _REPEATS.union(
     names(
         "convert_element_type reduce_precision copy_p dynamic_slice gather split unstack "
-        "tile name stop_gradient device_put all_gather all_gather_invariant "
+        "name stop_gradient device_put all_gather all_gather_invariant "
         "all_gather_reduced"
     )
 )
 # A result for each operand, which it equals.
 _BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constraint"))
+_HALVES = ("bf16", "f16")
 
 
 class Source(NamedTuple):
@@ -59,11 +62,23 @@ class Source(NamedTuple):
     names: frozenset[str] = frozenset()
     # The shape of the argument, if only operations that move numbers lie between
     leaf: tuple[int, ...] | None = None
+    # For a number that is written into the program, however broadcast: the 16-bit
+    # formats that hold it without overflow or underflow. Not the number itself: two
+    # calls of a jitted function with other numbers are one program.
+    literal: tuple[str, ...] | None = None
 
     @property
     def is_param(self) -> bool:
         """Whether it is a parameter, or computed from parameters alone."""
         return self.kind == "params"
+
+    @property
+    def may_be_param(self) -> bool:
+        """Whether it is an argument, closed over or made from parameters alone.
+
+        Such a value may be differentiated for. Its cotangents add up in f32.
+        """
+        return self.leaf is not None or self.kind == "params"
 
     @property
     def name(self) -> str | None:
@@ -84,10 +99,7 @@ def argument(name: str, value: PyTree, *, is_param: bool) -> Source:
 
 
 def closed_over(value: PyTree) -> Source:
-    """Returns the source of an array that a function closes over.
-
-    It may be a parameter or data: JAX does not tell without differentiating.
-    """
+    """Returns the source of an array that a function closes over: parameter or data."""
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return CONSTANT if is_key else Source(leaf=tuple(value.shape))
 
@@ -106,13 +118,19 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     """Returns the sources of the results of an equation that holds no jaxpr."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _BARRIERS and len(sources) == count:
-        return list(sources)
+        if name in _REPEATS:
+            return list(sources)
+        return [source._replace(literal=None) for source in sources]
     if not sources or name == "random_wrap":
         found = CONSTANT  # an iota, a random key
     elif name == "gather" and is_lookup(eqn, sources):
         found = DATA
     elif name in MOVES:
         found = sources[0]
+        if name == "convert_element_type":
+            found = found._replace(literal=_converted(eqn, found))
+        elif found.literal is not None and name not in _REPEATS:
+            found = found._replace(literal=None)
     else:
         # Of a `cond`, whichever branch is taken.
         found = join(sources[1:] if name == "cond" else sources)
@@ -120,11 +138,18 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     return [DATA if eqn.effects else found] * count
 
 
+def _converted(eqn: Equation, source: Source) -> tuple[str, ...] | None:
+    if not is_eligible(eqn.outvars[0].aval):
+        return None
+    # Zeros and ones are exact in every dtype.
+    return _HALVES if eqn.invars[0].aval.dtype == np.bool_ else source.literal
+
+
 def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
     """Returns whether an equation reads many rows of a table, by indices that are data.
 
-    That is what an embedding does. One row, as a layer of stacked weights, is a slice, and
-    as many as there are, in one list, are the same weights in another order.
+    One row, as a layer of stacked weights, is a slice; as many as there are, in one list, are
+    the same weights in another order.
     """
     if eqn.primitive.name != "gather" or sources[1].kind != "data":
         return False
@@ -132,28 +157,6 @@ def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
     positions = tuple(size for size in indices[:-1] if size != 1)
     axes = eqn.params["dimension_numbers"].start_index_map
     return bool(positions) and positions != tuple(table[axis] for axis in axes)
-
-
-# --- What autocast knows ---------------------------------------------------------------
-
-
-class Origin(NamedTuple):
-    """What autocast knows of a value."""
-
-    source: Source = DATA  # What it is computed from
-    touched: bool = False  # Whether a value of the compute dtype entered
-    # For a number that is written into the program, however broadcast: the 16-bit
-    # formats that hold it without overflow or underflow. Not the number itself: two
-    # calls of a jitted function with other numbers are one program.
-    literal: tuple[str, ...] | None = None
-
-    @property
-    def name(self) -> str | None:
-        """The name of the argument that it is, or of a parameter that it is made from."""
-        return self.source.name
-
-
-NEUTRAL = Origin()
 
 
 def is_eligible(aval: Any) -> bool:
@@ -164,18 +167,6 @@ def is_eligible(aval: Any) -> bool:
 def is_low(x: PyTree) -> bool:
     """Returns whether a value is held in 16 bits."""
     return getattr(x, "dtype", None) in LOW_DTYPES
-
-
-def may_be_param(fact: Origin) -> bool:
-    """Returns whether a value is an argument, a constant or made from parameters alone.
-
-    Such a value may be differentiated for. Its cotangents add up in f32.
-    """
-    return fact.source.leaf is not None or fact.source.is_param
-
-
-# The same number in other shapes.
-_REPEATS = SHAPE_ONLY | {"tile"}
 
 
 def cast(x: PyTree, dtype: np.dtype) -> PyTree:
@@ -208,10 +199,7 @@ def _(
 
 
 def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype that holds all of these: f32, unless they are one.
-
-    JAX's own promotion is not used: the user may have forbidden it.
-    """
+    """Returns the dtype that holds all of these: f32, unless they are one."""
     chosen = {np.dtype(dtype) for dtype in dtypes}
     return chosen.pop() if len(chosen) == 1 else F32
 
@@ -220,9 +208,9 @@ def formats_that_hold(value: PyTree) -> tuple[str, ...]:
     """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
     size = abs(float(value))
     if not np.isfinite(size) or size == 0:
-        return ("bf16", "f16")
-    forms = {name: FORMATS[name] for name in ("bf16", "f16")}
-    return tuple(name for name, x in forms.items() if x.tiny <= size <= x.max)
+        return _HALVES
+    forms = [(name, FORMATS[name]) for name in _HALVES]
+    return tuple(name for name, form in forms if form.tiny <= size <= form.max)
 
 
 def changed(
@@ -255,10 +243,7 @@ class Decision(NamedTuple):
     def about(
         cls, eqn: Equation, scopes: Scopes, caller: Equation = None, **fields: Any
     ) -> "Decision":
-        """Returns a decision about an equation, with fields that it does not tell.
-
-        If it is part of a function of JAX, its line is that of the caller.
-        """
+        """Returns a decision about an equation, with fields that it does not tell."""
         frames = source_frames(eqn) or (source_frames(caller) if caller else [])
         told = {
             "primitive": eqn.primitive.name,
@@ -273,11 +258,48 @@ class Decision(NamedTuple):
         return cls(**{**told, **fields})
 
 
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What happened while a function was traced."""
+
+    # The names and roles of arrays that were arguments, by their `id`
+    names: dict[int, Named] = dataclasses.field(default_factory=dict)
+    # The compute dtype and the rules of each call of a function under `amp`
+    casts: list[tuple[np.dtype, AmpRules]] = dataclasses.field(default_factory=list)
+    # The decisions of these
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+    # The matmuls that functions under `fp8` met, and the recipe of each call of one
+    matmuls: list[PyTree] = dataclasses.field(default_factory=list)
+    recipes: list[PyTree] = dataclasses.field(default_factory=list)
+
+    def name(self, named: Sequence[Named], arrays: Sequence[PyTree]) -> None:
+        """Remembers the names of arrays; the first name of an array counts."""
+        for name, array in zip(named, arrays, strict=True):
+            self.names.setdefault(id(array), name)
+
+
+# Part of the cache key of `jax.jit`: a function that was traced before is traced again.
+_recording = make_jit_context(None)
+
+
+def current_recording() -> Recording | None:
+    """Returns the recording that is being made, if one is."""
+    return _recording.value
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Records what happens inside."""
+    recording = Recording()
+    with _recording(recording):
+        yield recording
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Settings(Transformation):
     """The settings of one `amp` call and what it knows of values."""
 
-    unknown: ClassVar[Origin] = NEUTRAL
+    unknown: ClassVar[Source] = DATA
     widens_params: ClassVar[bool] = True
 
     dtype: np.dtype
@@ -299,69 +321,42 @@ class Settings(Transformation):
         """The types whose calls run as they are written."""
         return tuple([x for x in self.rules.keep if isinstance(x, type)])
 
-    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Origin:
-        """Returns what is known of an argument's array."""
-        return Origin(argument(name, leaf, is_param=is_param))
+    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Source:
+        return argument(name, leaf, is_param=is_param)
 
-    def constant_fact(self, value: PyTree) -> Origin:
-        return Origin(closed_over(value))
+    def constant_fact(self, value: PyTree) -> Source:
+        return closed_over(value)
 
-    def literal_fact(self, atom: Any) -> Origin:
-        held = formats_that_hold(atom.val) if is_eligible(atom.aval) else None
-        return Origin(CONSTANT, literal=held)
+    def literal_fact(self, atom: Any) -> Source:
+        if not is_eligible(atom.aval):
+            return CONSTANT
+        return Source("constant", literal=formats_that_hold(atom.val))
 
-    def fact_inside(self, fact: Origin, var: Any, kind: Kind) -> Origin:
-        source = fact.source
+    def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
         if kind == "carry":
-            return NEUTRAL
+            return DATA
         if kind == "tangent":
             # It has the rule of its parameter, but it is none.
-            source = source._replace(leaf=None)
-        if kind == "slice" and source.leaf is not None:
-            source = source._replace(leaf=tuple(var.aval.shape))
-        return fact._replace(source=source)
+            return fact._replace(leaf=None)
+        if kind == "slice" and fact.leaf is not None:
+            return fact._replace(leaf=tuple(var.aval.shape))
+        return fact
 
     def result_facts(
-        self, outs: Sequence[PyTree], known: Sequence[Origin]
-    ) -> list[Origin]:
-        return [
-            Origin(fact.source._replace(leaf=None), fact.touched or is_low(out))
-            for out, fact in zip(outs, known, strict=True)
-        ]
+        self, outs: Sequence[PyTree], known: Sequence[Source]
+    ) -> list[Source]:
+        return [fact._replace(leaf=None, literal=None) for fact in known]
 
-    def join_facts(self, facts: Sequence[Origin]) -> Origin:
-        source = join([fact.source for fact in facts])
-        return Origin(source, any(fact.touched for fact in facts))
+    def join_facts(self, facts: Sequence[Source]) -> Source:
+        return join(facts)
 
-    def facts_after(self, op: Op, outs: Sequence[PyTree]) -> list[Origin]:
-        """Returns what is known of the results of an equation that holds no jaxpr."""
-        eqn, touched, sources = op.eqn, False, []
-        for fact in op.facts:
-            sources.append(fact.source)
-            touched |= fact.touched
-        literal = None
-        if eqn.primitive.name == "convert_element_type":
-            if is_eligible(eqn.outvars[0].aval):
-                # Zeros and ones are exact in every dtype.
-                is_bool = eqn.invars[0].aval.dtype == np.bool_
-                literal = ("bf16", "f16") if is_bool else op.facts[0].literal
-        elif eqn.primitive.name in _REPEATS:
-            literal = op.facts[0].literal
-        return [
-            Origin(source, touched or is_low(out), literal)
-            for source, out in zip(follow(eqn, sources), outs, strict=True)
-        ]
-
-    def facts_of_body(self, op: Op) -> list[Origin]:
+    def facts_of_body(self, op: Op) -> list[Source]:
         """Returns what is known of the results of a call that runs as it is written."""
 
-        def rule(eqn: Equation, facts: list[Origin]) -> Sequence[Origin]:
-            outs = [var.aval for var in eqn.outvars]
-            if has_body(eqn):
-                return [NEUTRAL] * len(outs)
-            return self.facts_after(Op(eqn, [], facts, ()), outs)
+        def rule(eqn: Equation, facts: list[Source]) -> list[Source]:
+            return [DATA] * len(eqn.outvars) if has_body(eqn) else follow(eqn, facts)
 
-        return list(after(op.eqn, op.facts, rule, self.literal_fact, NEUTRAL))
+        return list(after(op.eqn, op.facts, rule, self.literal_fact, DATA))
 
     def widen(self, value: PyTree) -> PyTree:
         """Returns a value in f32, the same array for every equation that asks.
@@ -388,18 +383,11 @@ class Settings(Transformation):
 
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[RuleLike, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
-        found = self.rules.scope_rule(scopes)
-        if found is None and self.rules.functions:
-            pattern = self.rules.function_of(x for x, _, _ in source_frames(eqn))
-            found = None if pattern is None else self.rules.function_rule(pattern)
-        return found
+        inner = self.scopes_inside(eqn, scopes) if self.rules.functions else scopes
+        return self.rules.scope_rule(inner)
 
     def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
-        """Returns the scopes of the body of an equation.
-
-        What a function calls by a `jit` does not tell that this function called it: a
-        scope of its own does.
-        """
+        """Returns the scopes of a body, with one for the selected function that calls it."""
         if self.rules.functions:
             pattern = self.rules.function_of(x for x, _, _ in source_frames(eqn))
             if pattern is not None:
@@ -407,11 +395,11 @@ class Settings(Transformation):
         return scopes
 
     def rule(
-        self, name: str, params: Mapping[str, PyTree], facts: Sequence[Origin]
+        self, name: str, params: Mapping[str, PyTree], facts: Sequence[Source]
     ) -> tuple[RuleLike, str]:
         """Returns the rule of a primitive where no region has one, and why."""
         if name in MATMULS and (self.rules.keep or self.rules.params):
-            for param in sorted(set().union(*[fact.source.names for fact in facts])):
+            for param in sorted(set().union(*[fact.names for fact in facts])):
                 found = self.rules.param_rule(param)
                 if found is not None:
                     return found

@@ -15,11 +15,11 @@ from jaxtyping import PyTree
 
 from mpx._amp._decide import reason_against
 from mpx._amp._facts import (
+    DATA,
     LOW_DTYPES,
-    NEUTRAL,
     Decision,
-    Origin,
     Settings,
+    Source,
     cast,
     is_eligible,
 )
@@ -42,7 +42,7 @@ _NATURAL = (
     lax.Precision.DEFAULT,
     None,
 )
-Value = tuple[Any, Origin]
+Value = tuple[Any, Source]
 Values = dict[Any, Value]
 """Values and facts by variable at the outermost level, by the `id` of the term inside calls."""
 
@@ -51,7 +51,7 @@ def plan_for(
     amp: Settings,
     jaxpr: Jaxpr,
     consts: Sequence[PyTree],
-    facts: Sequence[Origin],
+    facts: Sequence[Source],
     scopes: Scopes,
 ) -> Plan | None:
     """Returns what is recognised in a jaxpr; see `Visitor.plan`."""
@@ -127,7 +127,7 @@ class _Call(NamedTuple):
                 flops=4 * batch * heads * rows * keys * size,
             )
             amp.decisions.append(row)
-        return [out], [Origin(touched=True)]
+        return [out], [DATA]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Search:
 
     amp: Settings
     softmaxes: Softmaxes
-    known: Mapping[Any, Origin]
+    known: Mapping[Any, Source]
     scopes: Scopes
 
     def call_at(self, eqn: Equation) -> _Call | None:
@@ -214,11 +214,11 @@ class _Search:
                 return reason
         return None
 
-    def _fact_of(self, term: Term) -> Origin:
+    def _fact_of(self, term: Term) -> Source:
         """Returns what is known of the argument that a value is, in another shape."""
         while term.eqn is not None and term.name in SHAPE_ONLY:
             term = term.operands[0]
-        return NEUTRAL if term.eqn is not None else self.known.get(term.atom, NEUTRAL)
+        return DATA if term.eqn is not None else self.known.get(term.atom, DATA)
 
 
 def _reason_by_precision(eqn: Equation) -> str | None:

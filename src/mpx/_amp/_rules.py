@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import enum
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._casting._half import chosen_half_precision
+from mpx._casting._context import chosen_half_precision
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import (
     Selector,
@@ -41,129 +41,76 @@ class Rule(enum.StrEnum):
     numbers, integers, PRNG keys and explicit 16-bit dtypes stay as written.
     """
 
-    LOW = "low"
-    """Operands are cast to the compute dtype and so is the result."""
-    F32 = "f32"
-    """Operands are cast to f32; the result is f32."""
+    LOW = "low"  # Operands and the result are cast to the compute dtype
+    F32 = "f32"  # Operands are cast to f32; the result is f32
+    # Operands are cast to the widest among them. Literals, and biases and scales that are
+    # broadcast from an argument, follow the others.
     WIDEST = "widest"
-    """Operands are cast to the widest among them. Literals, and biases and scales that
-    are broadcast from an argument, follow the others."""
-    FOLLOW = "follow"
-    """Runs in whatever dtype its operand has."""
-    ORIGINAL = "original"
-    """Operands are cast back to the dtypes of the traced function."""
+    FOLLOW = "follow"  # Runs in whatever dtype its operand has
+    ORIGINAL = "original"  # Operands are cast back to the dtypes of the traced function
+    # Matmuls of f32 operands: in TF32 where the hardware has it, in bf16 summed in f32, or
+    # in full f32, where GPUs from Ampere on use TF32 otherwise.
     TF32 = "tf32"
-    """A matmul of f32 operands, multiplied in TF32 where the hardware has it."""
     BF16_F32 = "bf16_f32"
-    """A matmul of f32 operands, multiplied in bf16 and summed in f32."""
     TRUE_F32 = "true_f32"
-    """A matmul multiplied in full f32; GPUs from Ampere on use TF32 otherwise."""
 
 
-# (rule, reason, primitives). A name stands in one line only; a test checks that.
-TABLE: tuple[tuple[Rule, str, tuple[str, ...]], ...] = (
-    (
-        Rule.LOW,
-        "tensor cores multiply 16-bit numbers and add in f32",
-        MATMULS,
-    ),
-    (
-        Rule.F32,
-        "small errors of the argument become large ones, or the range is wide",
-        names(
-            "exp exp2 expm1 log log1p log2 pow rsqrt sqrt cbrt reciprocal rem square "
-            "sinh cosh tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma "
-            "digamma polygamma zeta igamma igammac igamma_grad_a "
-            "regularized_incomplete_beta bessel_i0e bessel_i1e random_gamma_grad"
-        ),
-    ),
-    (
-        Rule.F32,
-        "sums of many terms stand still in 16 bits",
-        names(
-            "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum "
-            "add_any select_and_scatter_add select_and_gather_add"
-        ),
-    ),
-    (
-        Rule.F32,
-        "exact in any dtype; in f32 the shift of a softmax stays in f32",
-        names("reduce_max reduce_min"),
-    ),
-    (
-        Rule.WIDEST,
-        "several operands must agree",
-        names(
-            "add sub mul div max min select_n clamp concatenate stack pad "
-            "dynamic_update_slice eq ne lt le gt ge eq_to le_to lt_to polynomial"
-        ),
-    ),
-    (
-        Rule.FOLLOW,
-        "exact in any dtype",
-        names("neg abs sign floor ceil round is_finite"),
-    ),
-    (
-        Rule.FOLLOW,
-        "bounded and rounded once; a small distance from 1 is lost",
-        names("tanh logistic erf sin cos one_minus_square"),
-    ),
-    (
-        Rule.FOLLOW,
-        "moves numbers without changing them",
-        names(
-            "reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze "
-            "expand_dims split unstack tile copy copy_p argmax argmin sort top_k cummax "
-            "cummin reduce_window_max reduce_window_min stop_gradient name "
-            "sharding_constraint reshard mesh_cast optimization_barrier device_put "
-            "debug_callback debug_print"
-        ),
-    ),
-    (
-        Rule.FOLLOW,
-        "communication in the dtype of the value",
-        names(
-            "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute "
-            "psum psum_invariant psum2 psend precv pmax pmin psum_scatter "
-            "reduce_scatter unreduced_psum unreduced_reduce_scatter pvary pcast "
-            "pbroadcast vary_unreduced_cast reduced_vary_cast"
-        ),
-    ),
-    (
-        Rule.ORIGINAL,
-        "works on the bits or the format of a number",
-        names("bitcast_convert_type nextafter reduce_precision complex real imag conj"),
-    ),
-    (
-        Rule.ORIGINAL,
-        "linear algebra and transforms have no 16-bit implementation",
-        names(
-            "cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3 "
-            "householder_product ormqr svd eig eigh schur hessenberg tridiagonal "
-            "tridiagonal_solve triangular_solve fft custom_linear_solve linear_solve"
-        ),
-    ),
-    (
-        Rule.ORIGINAL,
-        "carries a function that was traced at its own dtypes",
-        names(
-            "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max "
-            "scatter_add scatter_sub scatter_mul scatter_min scatter_max reduce "
-            "reduce_window select_and_scatter reduce_and reduce_or reduce_xor"
-        ),
-    ),
-    (
-        Rule.ORIGINAL,
-        "somebody's own kernel or host code",
-        names(
-            "pallas_call ffi_call pure_callback io_callback custom_vmap_call "
-            "custom_partitioning composite triton_kernel_call tpu_custom_call "
-            "dot_product_attention_fwd dot_product_attention_bwd "
-            "dot_product_attention_fp8_fwd dot_product_attention_fp8_bwd "
-            "scaled_matmul scaled_dot get swap addupdate ref_new"
-        ),
-    ),
-)
+# A rule, its reason, and its primitives. A name stands in one row only; a test checks that.
+_ROWS = """
+f32 | small errors of the argument become large ones, or the range is wide
+  exp exp2 expm1 log log1p log2 pow rsqrt sqrt cbrt reciprocal rem square sinh cosh
+  tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma digamma polygamma
+  zeta igamma igammac igamma_grad_a regularized_incomplete_beta bessel_i0e bessel_i1e
+  random_gamma_grad
+f32 | sums of many terms stand still in 16 bits
+  reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum add_any
+  select_and_scatter_add select_and_gather_add
+f32 | exact in any dtype; in f32 the shift of a softmax stays in f32
+  reduce_max reduce_min
+widest | several operands must agree
+  add sub mul div max min select_n clamp concatenate stack pad dynamic_update_slice eq
+  ne lt le gt ge eq_to le_to lt_to polynomial
+follow | exact in any dtype
+  neg abs sign floor ceil round is_finite
+follow | bounded and rounded once; a small distance from 1 is lost
+  tanh logistic erf sin cos one_minus_square
+follow | moves numbers without changing them
+  reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze
+  expand_dims split unstack tile copy copy_p argmax argmin sort top_k cummax cummin
+  reduce_window_max reduce_window_min stop_gradient name sharding_constraint reshard
+  mesh_cast optimization_barrier device_put debug_callback debug_print
+follow | communication in the dtype of the value
+  all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum
+  psum_invariant psum2 psend precv pmax pmin psum_scatter reduce_scatter
+  unreduced_psum unreduced_reduce_scatter pvary pcast pbroadcast vary_unreduced_cast
+  reduced_vary_cast
+original | works on the bits or the format of a number
+  bitcast_convert_type nextafter reduce_precision complex real imag conj
+original | linear algebra and transforms have no 16-bit implementation
+  cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
+  householder_product ormqr svd eig eigh schur hessenberg tridiagonal
+  tridiagonal_solve triangular_solve fft custom_linear_solve linear_solve
+original | carries a function that was traced at its own dtypes
+  scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add
+  scatter_sub scatter_mul scatter_min scatter_max reduce reduce_window
+  select_and_scatter reduce_and reduce_or reduce_xor
+original | somebody's own kernel or host code
+  pallas_call ffi_call pure_callback io_callback custom_vmap_call custom_partitioning
+  composite triton_kernel_call tpu_custom_call dot_product_attention_fwd
+  dot_product_attention_bwd dot_product_attention_fp8_fwd
+  dot_product_attention_fp8_bwd scaled_matmul scaled_dot get swap addupdate ref_new
+"""
+
+
+def _table() -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+    yield Rule.LOW, "tensor cores multiply 16-bit numbers and add in f32", MATMULS
+    for row in re.split(r"\n(?=\S)", _ROWS.strip()):
+        head, _, found = row.partition("\n")
+        rule, _, reason = head.partition(" | ")
+        yield Rule(rule), reason, names(found)
+
+
+TABLE = tuple(_table())
 PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, found in TABLE for name in found}
 REASONS: dict[str, str] = {name: reason for _, reason, found in TABLE for name in found}
 UNKNOWN = "not in the rule table"
@@ -178,9 +125,8 @@ BROADCASTING = frozenset(names("add sub mul div max min select_n clamp polynomia
 # Operations that use one number of their operand several times, or may: their transposes
 # sum, which must be in f32.
 SUMMED = frozenset(
-    names(
-        "broadcast_in_dim gather tile reduce_window_max reduce_window_min cummax cummin"
-    )
+    names("broadcast_in_dim gather tile reduce_window_max reduce_window_min")
+    + names("cummax cummin")
 )
 # Linear in all operands together: nothing is kept for the backward pass but booleans.
 LINEAR = frozenset(names("add sub concatenate stack pad select_n dynamic_update_slice"))
@@ -197,7 +143,9 @@ def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> R
 
 RuleLike = Rule | str | Callable[..., PyTree]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
-_BASES = ("safe", "fast", "original", "tf32", "bf16_f32", "true_f32")
+_BASES = ("safe", "original", "tf32", "bf16_f32", "true_f32")
+_Found = tuple[RuleLike, str] | None
+"""A rule and the reason, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,8 +157,7 @@ class AmpRules:
     a matmul reads, the primitive, and at last the base.
 
     Attributes:
-        base: `"safe"`, the rule table; `"fast"`, the same with f32 arguments following
-            low activations everywhere; `"original"`, everything as written; or `"tf32"`,
+        base: `"safe"`, the rule table; `"original"`, everything as written; or `"tf32"`,
             `"bf16_f32"`, `"true_f32"`: f32 activations, and matmuls by that algorithm.
         primitives: From a primitive (object or name) to a rule.
         scopes: From a regular expression, searched in the path of `jax.named_scope`s
@@ -241,11 +188,12 @@ class AmpRules:
     functions: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     params: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     keep: tuple[Selector, ...] = dataclasses.field(default=(), init=False, repr=False)
-    _lenient: bool = dataclasses.field(default=False, init=False, repr=False)
-    _optional: frozenset[str] = dataclasses.field(
-        default=frozenset(), init=False, repr=False
+    # With jaxamp's meaning: scopes that need not exist. If others select nothing, that
+    # warns and is no error.
+    _optional: frozenset[str] | None = dataclasses.field(
+        default=None, init=False, repr=False
     )
-    _found: dict[Any, Any] = dataclasses.field(
+    _found: dict[str | tuple[str, ...], _Found] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -256,12 +204,14 @@ class AmpRules:
                 f"`base` must be one of {', '.join(_BASES)}, but {self.base!r} was "
                 "given."
             )
-        primitives = {_name(key): value for key, value in self.primitives.items()}
         for field in ("primitives", "scopes", "functions", "params"):
-            rules = primitives if field == "primitives" else getattr(self, field)
-            for pattern in rules if field != "primitives" else ():
-                check_pattern(pattern, field)
-            parsed = {key: _parse(value, field, key) for key, value in rules.items()}
+            parsed = {}
+            for key, rule in getattr(self, field).items():
+                if field == "primitives":
+                    key = _name(key)
+                else:
+                    check_pattern(key, field)
+                parsed[key] = _parse(rule, field, key)
             object.__setattr__(self, field, parsed)
 
     def keeping(self, keep: tuple[Selector, ...]) -> "AmpRules":
@@ -273,13 +223,11 @@ class AmpRules:
 
     def for_call(
         self,
-        named: Iterable[tuple[str, PyTree]],
+        named: Sequence[tuple[str, PyTree]],
         places: Callable[[], tuple[Iterable[str], Iterable[str]]] | None,
     ) -> "AmpRules":
         """Returns these rules for one call with known arrays."""
-        if not (self.keep or self.params or self.scopes or self.functions):
-            return self
-        rules, named = self.keeping(self.keep), list(named)
+        rules = self.keeping(self.keep)
         for name, leaf in named:
             rules._found[name] = rules._param_rule(name, leaf)
         if places is None:
@@ -289,11 +237,13 @@ class AmpRules:
         was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
         try:
             check_selectors(self.keep, "keep", [*named, *scopes], was_called)
-            check_selectors(set(self.scopes) - self._optional, "scopes", scopes)
+            check_selectors(
+                {*self.scopes} - (self._optional or set()), "scopes", scopes
+            )
             check_selectors(self.functions, "functions", functions)
             check_selectors(self.params, "params", named)
         except ValueError as error:
-            if not self._lenient:
+            if self._optional is None:
                 raise
             warn(str(error))
         return rules
@@ -314,15 +264,15 @@ class AmpRules:
     def is_plain(self) -> bool:
         """Returns whether f32 operations without a matmul come back as they are."""
         changes = self.primitives or self.functions or self.scopes
-        return self.base in ("safe", "fast") and not changes
+        return self.base == "safe" and not changes
 
-    def scope_rule(self, scopes: tuple[str, ...]) -> tuple[RuleLike, str] | None:
+    def scope_rule(self, scopes: tuple[str, ...]) -> _Found:
         """Returns the rule of the outermost scope that has one, and the reason."""
         if scopes not in self._found:
             self._found[scopes] = self._scope_rule(scopes)
         return self._found[scopes]
 
-    def _scope_rule(self, scopes: tuple[str, ...]) -> tuple[RuleLike, str] | None:
+    def _scope_rule(self, scopes: tuple[str, ...]) -> _Found:
         given = [scope for scope in scopes if not scope.startswith(FUNCTION_SCOPE)]
         paths = ["/".join(given[:depth]) for depth in range(1, len(given) + 1)]
         for selector in self.keep:
@@ -338,7 +288,8 @@ class AmpRules:
                     return rule, f"scope {pattern}"
         for scope in scopes:
             if scope.startswith(FUNCTION_SCOPE):
-                return self.function_rule(scope.removeprefix(FUNCTION_SCOPE))
+                pattern = scope.removeprefix(FUNCTION_SCOPE)
+                return self.functions[pattern], f"function {pattern}"
         return None
 
     def function_of(self, functions: Iterable[str]) -> str | None:
@@ -346,19 +297,13 @@ class AmpRules:
         pairs = ((x, pattern) for x in functions for pattern in self.functions)
         return next((pattern for x, pattern in pairs if search(pattern, x)), None)
 
-    def function_rule(self, pattern: str) -> tuple[RuleLike, str]:
-        """Returns the rule of the functions that an expression selects, and the reason."""
-        return self.functions[pattern], f"function {pattern}"
-
-    def param_rule(self, name: str | None) -> tuple[RuleLike, str] | None:
+    def param_rule(self, name: str) -> _Found:
         """Returns the rule of a parameter's name, and the reason."""
-        if name is None:
-            return None
         if name not in self._found:
             self._found[name] = self._param_rule(name, None)
         return self._found[name]
 
-    def _param_rule(self, name: str, leaf: PyTree) -> tuple[RuleLike, str] | None:
+    def _param_rule(self, name: str, leaf: PyTree) -> _Found:
         for selector in self.keep:
             known = leaf is not None or isinstance(selector, str | type)
             if known and matches(selector, name, leaf):
@@ -374,7 +319,7 @@ class AmpRules:
         """Returns the rule of a primitive, and the reason."""
         if name in self.primitives:
             return self.primitives[name], f"policy {self.base}"
-        if self.base in ("safe", "fast"):
+        if self.base == "safe":
             if name == "integer_pow":
                 return rule_for(name, params, compute_is_f16), REASONS["square"]
             return PRIMITIVES.get(name, Rule.ORIGINAL), REASONS.get(name, UNKNOWN)
@@ -387,25 +332,21 @@ FUNCTION_SCOPE = "mpx.function:"
 """Before an expression of `functions`: around what a selected function calls."""
 
 
-def _exact_scope(name: str) -> str:
-    """Returns the expression that selects the scopes of exactly this name."""
-    return rf"(^|/){re.escape(name)}$"
-
-
 def rules_by_name(
     primitives: Mapping[Any, RuleLike], scopes: Mapping[str, RuleLike]
 ) -> AmpRules:
     """Returns rules with jaxamp's meaning: what is not listed runs as it is written."""
+    exact = {name: rf"(^|/){re.escape(name)}$" for name in (*scopes, *_JAXAMP)}
     by_path = {
-        _exact_scope(name): _parse(rule, "scopes", name)
-        for name, rule in scopes.items()
+        exact[name]: _parse(rule, "scopes", name) for name, rule in scopes.items()
     }
     rules = AmpRules("original", primitives=primitives, scopes=by_path)
-    object.__setattr__(rules, "_lenient", True)
-    # jaxamp's own policies list these, whether a function has such scopes or not.
-    optional = frozenset(map(_exact_scope, ("amp_default", "amp_step", "amp_stop")))
-    object.__setattr__(rules, "_optional", optional)
+    object.__setattr__(rules, "_optional", frozenset(exact[x] for x in _JAXAMP))
     return rules
+
+
+# jaxamp's own policies list these, whether a function has such scopes or not.
+_JAXAMP = ("amp_default", "amp_step", "amp_stop")
 
 
 def _name(primitive: Any) -> str:
@@ -442,11 +383,7 @@ def _parse(value: RuleLike, field: str, key: str) -> RuleLike:
 
 
 def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
-    """Returns rules from what a user may pass for one.
-
-    A dictionary has jaxamp's meaning: its keys are primitives (objects or names) and
-    names of scopes, and what it does not list runs at its original precision.
-    """
+    """Returns rules from what a user may pass; a dictionary has jaxamp's meaning."""
     if rules is None:
         return AmpRules()
     if isinstance(rules, AmpRules):
@@ -473,8 +410,7 @@ def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
 def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     """Returns the dtype that `low` stands for.
 
-    `None` is the half precision that the user chose. Without a choice it is bf16 and not
-    the f16 of the paper: `amp` has no loss scale, and f16 gradients need one.
+    `None` is the half precision that the user chose, else bf16: f16 needs a loss scale.
     """
     if dtype is None:
         return chosen_half_precision() or np.dtype(jnp.bfloat16)

@@ -9,13 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._call import call_through, current_recording, parse_params
-from mpx._amp._emit import Autocast
+from mpx._amp._call import parse_params, under_amp
+from mpx._amp._emit import autocast_for
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
+from mpx._casting._context import is_amp, parse_reduce
 from mpx._casting._keep import STOP_SCOPE
-from mpx._casting._reduction import amp_reduce, parse_reduce
 from mpx._casting._select import Selectors, parse_selectors
-from mpx._casting._wrapped import is_amp, refuse_cast_arguments
 from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
 
@@ -104,12 +103,11 @@ def amp(
 ) -> Callable[..., PyTree]:
     """Runs a function in mixed precision, operation by operation.
 
-    The function is not edited and does not notice: it is traced at its own dtypes, and
-    its operations are then run with casts. Matmuls and convolutions run in the compute
-    dtype; reductions, exponentials, logarithms and norms in f32; the rest follows its
-    operands. Inputs, outputs and gradients keep their dtypes. It works inside and
-    outside jit, grad, vmap and shard_map, and recurses into jit, scan, while, cond,
-    remat, custom derivatives and shard_map.
+    The function is traced at its own dtypes, and its operations are then run with casts.
+    Matmuls and convolutions run in the compute dtype; reductions, exponentials, logarithms
+    and norms in f32; the rest follows its operands. Inputs, outputs and gradients keep
+    their dtypes. It works inside and outside jit, grad, vmap and shard_map, and recurses
+    into jit, scan, while, cond, remat, custom derivatives and shard_map.
 
     NNX modules among the arguments, or as the function, are updated in place, as without
     `amp`. So are the variables of a Linen module, if one of its methods is the function,
@@ -123,24 +121,22 @@ def amp(
         params: The position or the name of the argument that holds the parameters, or
             several. By default the arrays that the function itself holds, as a module or a
             method of one; the `nnx.Param`s of NNX modules; else the first argument that is
-            a container. Biases and scales among them take the dtype of the activations
-            that they meet, and those of 16 bits are storage: the function computes what it
-            would with f32 parameters. Other arguments are never rounded but by matmuls.
+            a container. Biases and scales among them take the dtype of the activations that
+            they meet; those of 16 bits are storage and are read as f32.
         keep: What runs as it is written: a regular expression for paths of parameters
             such as `layers/0/norm/weight` (their matmuls) and for paths of
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
             with parameters that it holds), a predicate `(path, leaf) -> bool` for
             parameters, or a list of these.
-        rules: `"safe"` (the default), `"fast"`, an `AmpRules`, or a dictionary as in
-            jaxamp.
+        rules: `"safe"` (the default), an `AmpRules` or the name of its base, or a dictionary
+            as in jaxamp.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
         reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so
             in which XLA sums them over devices: f32, another dtype, or `"compute"`. By
-            default f32 if the weight is on several devices, and the compute dtype, which
-            then costs nothing, if it is on one; a `Policy` of the gradient function that
-            names one comes before that. Gradients of biases, norms and embeddings are
-            sums in f32 anyway. It is for gradients taken outside `amp`.
+            default that of the gradient function's `Policy`, else f32 if the weight is on
+            several devices and the compute dtype if it is on one. Gradients of biases,
+            norms and embeddings are sums in f32 anyway. For gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
 
@@ -186,18 +182,15 @@ def amp(
             "The function is under `amp` already. What the inner one chose holds, and the "
             "outer one finds nothing to do. Call `amp` once."
         )
-    reduce = parse_reduce(reduce_dtype)
-
-    def autocast() -> Autocast:
-        return Autocast(
-            dtype=as_compute_dtype(dtype),
-            params=found,
-            rules=chosen,
-            narrow_carry=narrow_carry,
-            reduce=amp_reduce(reduce),
-            attention=attention,
-        )
-
+    autocast = functools.partial(
+        autocast_for,
+        dtype,
+        parse_reduce(reduce_dtype),
+        params=found,
+        rules=chosen,
+        narrow_carry=narrow_carry,
+        attention=attention,
+    )
     return under_amp(func, autocast)
 
 
@@ -213,25 +206,3 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
 
     def __exit__(self, *_: object) -> None:
         """Makes Python call `__enter__`."""
-
-
-def under_amp(
-    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
-) -> Callable[..., PyTree]:
-    """Returns a function that runs in mixed precision, given what makes its visitors."""
-    eager: dict[Any, Any] = {}
-
-    @functools.wraps(func)
-    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        refuse_cast_arguments()
-        visitor = autocast()
-        recording = current_recording()
-        if recording is not None:
-            visitor.decisions = recording.decisions
-            recording.casts.append((visitor.dtype, visitor.rules))
-        remembered = eager.setdefault((visitor.dtype, visitor.reduce), {})
-        return call_through(visitor, func, args, kwargs, eager=remembered)
-
-    # The gradient functions and inspection ask for it.
-    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
-    return wrapper

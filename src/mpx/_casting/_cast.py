@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._casting._half import half_precision_datatype
+from mpx._casting._context import half_precision_datatype
 from mpx._casting._select import Matcher, Selectors, parse_selectors
 from mpx._jax._formats import at_least_f32, parse_float_dtype
 from mpx._jax._nnx import (

@@ -10,11 +10,18 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._casting._cast import cast_state_leaf, map_floating
-from mpx._casting._half import half_precision_datatype
+from mpx._casting._context import (
+    COMPUTE,
+    Reduce,
+    argument_names,
+    arguments_cast_to,
+    autocast_of,
+    half_precision_datatype,
+    is_fp8,
+    parse_reduce,
+)
 from mpx._casting._keep import Keep, is_state
-from mpx._casting._reduction import COMPUTE, Reduce, parse_reduce
 from mpx._casting._select import Selector, Selectors, parse_selectors
-from mpx._casting._wrapped import argument_names, arguments_cast_to, autocast_of, is_fp8
 from mpx._jax._formats import PRECISIONS, parse_float_dtype, short_name
 from mpx._jax._tree import LeafName, cast_leaf
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
-from mpx._casting._reduction import automatic_size
+from mpx._casting._context import automatic_size
 from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
 from mpx._jax._compat import struct_like, undifferentiable
 from mpx._jax._devices import gpu_capability

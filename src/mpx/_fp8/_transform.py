@@ -18,11 +18,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx._amp._call import call_through, current_recording, parse_params, trace
-from mpx._casting._half import gradient_function
-from mpx._casting._reduction import chosen_reduce, in_shards
+from mpx._amp._call import call_through, parse_params, trace
+from mpx._amp._facts import current_recording
+from mpx._casting._context import (
+    autocast_of,
+    chosen_reduce,
+    gradient_function,
+    in_shards,
+    signature_after,
+)
 from mpx._casting._select import Selectors, parse_selectors
-from mpx._casting._wrapped import autocast_of, signature_after
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
 from mpx._fp8._dot import check_supported

@@ -20,8 +20,8 @@ from mpx._amp._decide import is_low_ragged as is_low
 from mpx._amp._emit import Autocast, multiply
 from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, join
 from mpx._amp._rules import AmpRules
+from mpx._casting._context import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import KEPT_SCOPE
-from mpx._casting._reduction import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._select import check_selectors
 from mpx._fp8._decide import (
     LINEAR,

@@ -14,9 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from mpx._casting._cast import is_state_node
+from mpx._casting._context import (
+    Reduce,
+    Shards,
+    argument_names,
+    original,
+    over_shards,
+    shards_of,
+)
 from mpx._casting._keep import is_statistic
-from mpx._casting._reduction import Reduce, Shards, over_shards, shards_of
-from mpx._casting._wrapped import argument_names, original
 from mpx._gradients._call import Call, State
 from mpx._gradients._grad import P, Params, Taking, transformed
 from mpx._gradients._options import (

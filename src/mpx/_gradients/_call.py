@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like, cast_state_leaf
+from mpx._casting._context import argument_names, arguments_cast_to, original
 from mpx._casting._keep import Keep, is_statistic
 from mpx._casting._policy import Policy
-from mpx._casting._wrapped import argument_names, arguments_cast_to, original
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (

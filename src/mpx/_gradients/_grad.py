@@ -11,8 +11,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overlo
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
+from mpx._casting._context import has_scales, hide_signature
 from mpx._casting._policy import Policy
-from mpx._casting._wrapped import has_scales, hide_signature
 from mpx._gradients._options import (
     ArgnumKeywords,
     GradKeywords,

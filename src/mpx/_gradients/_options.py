@@ -9,9 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._casting._half import chosen_half_precision
+from mpx._casting._context import autocast_of, chosen_half_precision
 from mpx._casting._policy import Policy, as_policy, dtype_under_amp
-from mpx._casting._wrapped import autocast_of
 from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import parse_float_dtype, short_name

@@ -13,10 +13,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._casting._half import gradient_function
+from mpx._casting._context import (
+    COMPUTE,
+    Reduce,
+    gradient_function,
+    is_amp,
+    reducing_in,
+    shards_of,
+    take_scales,
+)
 from mpx._casting._keep import is_statistic
-from mpx._casting._reduction import COMPUTE, Reduce, reducing_in, shards_of
-from mpx._casting._wrapped import is_amp, take_scales
 from mpx._gradients._call import Call, State, is_spoilt, loss_and_aux
 from mpx._gradients._options import GradOptions
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes

@@ -18,8 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx import _kernels
-from mpx._casting._half import gradient_function
-from mpx._casting._wrapped import has_scales
+from mpx._casting._context import gradient_function, has_scales
 from mpx._gradients._call import loss_and_aux
 from mpx._jax._compat import (
     eval_equation,

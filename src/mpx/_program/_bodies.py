@@ -1,13 +1,21 @@
-"""Calls, branches, loops and `shard_map`, rebuilt around bodies that were visited.
+"""Calls, branches, loops, `shard_map` and derivative rules, rebuilt around visited bodies.
 
 All other parameters stay: names, shardings, donation, remat policies.
+
+Of a function with a derivative rule of its own, forward and derivative are both visited, with
+what is known of the arguments. A rule learns of each argument whether it is perturbed, and
+the rule that it replaces is told the same. Rules are kept by the jaxprs that they become part
+of, so they hold types, never values: a value would be a leaked tracer.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
 from mpx._jax._compat import (
@@ -15,12 +23,15 @@ from mpx._jax._compat import (
     bind,
     bind_jit,
     constants_as_inputs,
+    eval_equation,
+    hi_has_tangents,
+    hi_jaxpr,
+    hi_remat,
     open_jaxpr,
     scan_options,
     scan_sizes,
 )
 from mpx._jax._sharding import unstacked
-from mpx._program import _derivatives
 from mpx._program._interpreter import (
     Aval,
     Dtypes,
@@ -29,6 +40,7 @@ from mpx._program._interpreter import (
     Jaxpr,
     Op,
     Outcome,
+    Values,
     Visitor,
     arrays_of,
     as_results,
@@ -38,17 +50,23 @@ from mpx._program._interpreter import (
     types_of,
     with_dtype,
 )
-from mpx._program._queries import REMAT, Equation
+from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation
 
 INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
 
 
-def _jit(visitor: Visitor, op: Op) -> Outcome:
+def _body(visitor: Visitor, op: Op) -> tuple[Jaxpr, Facts, Values, Values]:
+    """Returns the body of a call after the visit, its facts, its operands and others."""
     values, more = arrays_of(op.values), visitor.more_inputs(op)
     jaxpr, avals = op.eqn.params["jaxpr"], types_of(values)
     new, known = rewrite(visitor, op, jaxpr, avals, op.facts, more=more)
+    return new, known, values, jax.tree.leaves(more)
+
+
+def _jit(visitor: Visitor, op: Op) -> Outcome:
+    new, known, values, more = _body(visitor, op)
     # Not inlined: that would drop its name, shardings and donation.
-    return bind_jit(op.eqn, values, jax.tree.leaves(more), new), known
+    return bind_jit(op.eqn, values, more, new), known
 
 
 def _inline(visitor: Visitor, op: Op) -> Outcome:
@@ -59,14 +77,11 @@ def _inline(visitor: Visitor, op: Op) -> Outcome:
 
 
 def _remat(visitor: Visitor, op: Op) -> Outcome:
-    values, more = arrays_of(op.values), visitor.more_inputs(op)
-    jaxpr, avals = op.eqn.params["jaxpr"], types_of(values)
-    new, known = rewrite(visitor, op, jaxpr, avals, op.facts, more=more)
+    new, known, values, more = _body(visitor, op)
     body, consts = constants_as_inputs(new)
     # `policy`, `prevent_cse` and `differentiated` stay: wrapping the function in
     # `jax.checkpoint` anew would lose the last one inside a gradient.
-    args = [*consts, *values, *jax.tree.leaves(more)]
-    return bind(op.eqn, args, jaxpr=body), known
+    return bind(op.eqn, [*consts, *values, *more], jaxpr=body), known
 
 
 def remat_with(
@@ -112,7 +127,7 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
 
 
 def _with_all_inputs(
-    branch: Jaxpr, avals: list[Aval], groups: list[list[PyTree]], position: int
+    branch: Jaxpr, avals: list[Aval], groups: list[Values], position: int
 ) -> Jaxpr:
     """Gives a branch the further inputs of all branches: they are called alike."""
     start = len(avals) + sum(map(len, groups[:position]))
@@ -148,26 +163,40 @@ def _shard_map(visitor: Visitor, op: Op) -> Outcome:
 
 def _carry_dtypes(
     visitor: Visitor,
-    original: Dtypes,
-    given: Dtypes,
-    step: Callable[[Dtypes], Dtypes],
+    variables: Sequence[PyTree],
+    values: Values,
+    step: Callable[[Dtypes], Sequence[Aval]],
 ) -> Dtypes:
-    """Returns dtypes that a loop body maps to themselves.
+    """Returns dtypes that a loop body maps to themselves; `step` tells what it returns.
 
     A carry may be an accumulator: it keeps its dtype unless the visitor lets it be narrow.
     Then it has the dtype that goes in if the body returns the same, else its own.
     """
+    original = dtypes_of([var.aval for var in variables])
     if not visitor.narrow_carry:
         return original
-    current = given
+    current = dtypes_of(values)
     while True:
-        after = tuple(
-            old if old == new else own
-            for old, new, own in zip(current, step(current), original, strict=True)
-        )
+        given = zip(current, dtypes_of(step(current)), original, strict=True)
+        after = tuple(old if old == new else own for old, new, own in given)
         if after == current:
             return current
         current = after  # each round restores one at least, so the loop ends
+
+
+def _carried_facts(
+    visitor: Visitor, facts: Facts, variables: Sequence[PyTree], outs: Sequence[PyTree]
+) -> Facts:
+    """Returns what is known of a loop carry, which may come back as it is."""
+    return [
+        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
+        for fact, var, out in zip(facts, variables, outs, strict=False)
+    ]
+
+
+def _types_with(variables: Sequence[PyTree], dtypes: Sequence[PyTree]) -> list[Aval]:
+    pairs = zip(variables, dtypes, strict=True)
+    return [with_dtype(var.aval, dtype) for var, dtype in pairs]
 
 
 def _scan(visitor: Visitor, op: Op) -> Outcome:
@@ -177,33 +206,23 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     n_consts, n_carry = scan_sizes(eqn.params)
     consts, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
     xs = values[n_consts + n_carry :]
-    carry_vars = body.invars[n_consts : n_consts + n_carry]
+    const_vars, carry_vars = body.invars[:n_consts], body.invars[n_consts:][:n_carry]
     x_vars = body.invars[n_consts + n_carry :]
     known = [
-        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
-        *(
-            visitor.fact_inside(fact, var, "operand" if out is var else "carry")
-            for fact, var, out in zip(
-                op.facts[n_consts:], carry_vars, body.outvars, strict=False
-            )
-        ),
+        *visitor.facts_inside(op.facts[:n_consts], const_vars, "operand"),
+        *_carried_facts(visitor, op.facts[n_consts:], carry_vars, body.outvars),
         *visitor.facts_inside(op.facts[n_consts + n_carry :], x_vars, "slice"),
     ]
     more = visitor.more_inputs(op)
     sliced = jax.tree.map(_slice_type, more)
-    x_types = [with_dtype(v.aval, x.dtype) for v, x in zip(x_vars, xs, strict=True)]
+    x_types = _types_with(x_vars, dtypes_of(xs))
 
     def body_for(carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
-        types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
-        types = [*types_of(consts), *types, *x_types]
+        types = [*types_of(consts), *_types_with(carry_vars, carry), *x_types]
         return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)
 
-    dtypes = _carry_dtypes(
-        visitor,
-        dtypes_of([var.aval for var in carry_vars]),
-        dtypes_of(carry),
-        lambda dtypes: dtypes_of(body_for(dtypes, None)[0].out_avals[:n_carry]),
-    )
+    step = lambda dtypes: body_for(dtypes, None)[0].out_avals[:n_carry]  # noqa: E731
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
     new, found = body_for(dtypes, dtypes + (None,) * (len(eqn.outvars) - n_carry))
     carry = cast_all(carry, dtypes)
     leaves = jax.tree.leaves(more)
@@ -212,11 +231,11 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         return outs, visitor.result_facts(outs, found)
     run = as_function(new)
 
-    def step(carry: Sequence[PyTree], xs: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+    def call(carry: Sequence[PyTree], xs: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         outs = run(*consts, *carry, *xs)
         return outs[:n_carry], outs[n_carry:]
 
-    outs = scan_with(eqn, step, carry, [*xs, *leaves])
+    outs = scan_with(eqn, call, carry, [*xs, *leaves])
     return outs, visitor.result_facts(outs, found)
 
 
@@ -239,40 +258,278 @@ def scan_with(
 def _while(visitor: Visitor, op: Op) -> Outcome:
     values, params = arrays_of(op.values), op.eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    n_consts = n_cond + n_body
-    carry_vars = open_jaxpr(params["body_jaxpr"])[0].invars[n_body:]
+    carry, facts = values[n_cond + n_body :], op.facts[n_cond + n_body :]
+    body, _ = open_jaxpr(params["body_jaxpr"])
+    carry_vars = body.invars[n_body:]
+    carried = _carried_facts(visitor, facts, carry_vars, body.outvars)
 
-    kept = open_jaxpr(params["body_jaxpr"])[0].outvars
-    carried = [
-        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
-        for fact, var, out in zip(op.facts[n_consts:], carry_vars, kept, strict=True)
-    ]
-
-    def part(name: str, carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
-        chosen = slice(n_cond) if name == "cond_jaxpr" else slice(n_cond, n_consts)
-        inputs = open_jaxpr(params[name])[0].invars
-        types = [with_dtype(v.aval, d) for v, d in zip(carry_vars, carry, strict=True)]
-        types = [*types_of(values[chosen]), *types]
-        count = len(inputs) - len(carry_vars)
+    def part(name: str, dtypes: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
+        start, count = (0, n_cond) if name == "cond_jaxpr" else (n_cond, n_body)
+        chosen, inputs = slice(start, start + count), open_jaxpr(params[name])[0].invars
         known = visitor.facts_inside(op.facts[chosen], inputs[:count], "operand")
-        facts = [*known, *carried]
-        return rewrite(visitor, op, params[name], types, facts, dtypes=outs)
+        types = [*types_of(values[chosen]), *_types_with(carry_vars, dtypes)]
+        known += carried
+        return rewrite(visitor, op, params[name], types, known, dtypes=outs)
 
-    carry = values[n_consts:]
-    dtypes = _carry_dtypes(
-        visitor,
-        dtypes_of([var.aval for var in carry_vars]),
-        dtypes_of(carry),
-        lambda dtypes: dtypes_of(part("body_jaxpr", dtypes, None)[0].out_avals),
-    )
-    body, known = part("body_jaxpr", dtypes, dtypes)
+    step = lambda dtypes: part("body_jaxpr", dtypes, None)[0].out_avals  # noqa: E731
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
+    new, known = part("body_jaxpr", dtypes, dtypes)
     outs = bind(
         op.eqn,
-        [*values[:n_consts], *cast_all(carry, dtypes)],
+        [*values[: n_cond + n_body], *cast_all(carry, dtypes)],
         cond_jaxpr=part("cond_jaxpr", dtypes, None)[0],
-        body_jaxpr=body,
+        body_jaxpr=new,
     )
     return outs, visitor.result_facts(outs, known)
+
+
+# --- Derivative rules -----------------------------------------------------------------
+
+
+class _CustomCall:
+    """A call of a function whose derivative rule is expanded at its dtypes and visited."""
+
+    def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
+        self.visitor, self.eqn = visitor, op.eqn
+        self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
+        self.jaxpr = op.eqn.params.get("call_jaxpr") or hi_jaxpr(op.eqn)
+        self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
+        avals = types_of(values)
+        new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
+        self.dtypes = dtypes_of(new.out_avals)
+        self.smooth = [i for i, var in enumerate(op.eqn.outvars) if _smooth(var)]
+
+    def run(self, *args: PyTree) -> Values:
+        """Runs the function itself."""
+        outs, _ = self.visited(self.jaxpr, args, self.facts)
+        return cast_all(outs, self.dtypes)
+
+    def trace(self, func: Callable[..., PyTree], *avals: PyTree) -> Jaxpr:
+        """Traces a derivative rule at its own dtypes."""
+        with self.visitor.tracing():
+            return jax.make_jaxpr(func)(*avals)
+
+    def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
+        """Runs a jaxpr that was traced at the original dtypes."""
+        body, consts = open_jaxpr(jaxpr)
+        outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
+        return as_results(outs, body.outvars), known
+
+    def original_avals(self, values: Sequence[PyTree]) -> list[Aval]:
+        """Returns the types of operands with the dtypes of the traced function."""
+        pairs = zip(self.eqn.invars, types_of(values), strict=True)
+        return [with_dtype(aval, var.aval.dtype) for var, aval in pairs]
+
+    def differentiable(self, perturbed: Sequence[bool]) -> tuple[int, ...]:
+        """Returns the operands for which a derivative is asked."""
+        pairs = enumerate(zip(self.eqn.invars, perturbed, strict=True))
+        return tuple(i for i, (var, asked) in pairs if asked and _smooth(var))
+
+    def partially(
+        self, args: Sequence[PyTree], free: Sequence[int]
+    ) -> Callable[..., Values]:
+        """Returns the original equation as a function of some of its operands."""
+
+        def call(*chosen: PyTree) -> Values:
+            full = dict(enumerate(args)) | dict(zip(free, chosen, strict=True))
+            return eval_equation(self.eqn, list(full.values()))
+
+        return call
+
+
+def _smooth(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+
+
+def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    custom = _CustomCall(visitor, op, values)
+    call = jax.custom_jvp(custom.run)
+
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
+        free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
+        if any(i < eqn.params.get("num_consts", 0) for i in free):
+            raise NotImplementedError(
+                "A value that a function under `jax.custom_jvp` closes over is "
+                "differentiated, but the rule of the function knows its arguments only. "
+                "Pass the value as an argument."
+            )
+        live: set[int] = set()
+
+        def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
+            live.clear()
+
+            def call(*chosen: PyTree) -> Values:
+                outs = custom.partially(args, free)(*chosen)
+                if not eqn.params.get("symbolic_zeros"):
+                    live.update(custom.smooth)
+                    return outs
+                for i in custom.smooth:
+                    outs[i] = _watch_tangent(outs[i], i, live)
+                return outs
+
+            outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
+            return outs, [pushed[i] for i in sorted(live)]
+
+        avals = custom.original_avals(primals)
+        new = custom.trace(expanded, avals, [avals[i] for i in free])
+        known = [
+            visitor.fact_inside(custom.facts[i], eqn.invars[i], "tangent") for i in free
+        ]
+        args = [*primals, *(tangents[i] for i in free)]
+        outs, _ = custom.visited(new, args, [*custom.facts, *known])
+        count = len(eqn.outvars)
+        pushed = dict(zip(sorted(live), outs[count:], strict=True))
+        outs = cast_all(outs[:count], custom.dtypes)
+        return outs, [
+            cast_all([pushed[i]], (out.dtype,))[0] if i in pushed else _zero(out)
+            for i, out in enumerate(outs)
+        ]
+
+    call.defjvp(rule, symbolic_zeros=True)
+    outs = list(call(*values))
+    return outs, visitor.result_facts(outs, custom.known)
+
+
+def _is_zero(tangent: PyTree) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _zero(primal: PyTree) -> SymbolicZero:
+    return SymbolicZero(jax.typeof(primal).to_tangent_aval())
+
+
+def _watch_tangent(x: PyTree, index: int, live: set[int]) -> PyTree:
+    """Returns `x`; if its tangent is not known to be zero, adds the index to `live`."""
+
+    @jax.custom_jvp
+    def same(x: PyTree) -> PyTree:
+        return x
+
+    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
+        if not _is_zero(tangents[0]):
+            live.add(index)
+        return primals[0], tangents[0]
+
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(x)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pullback:
+    """How the user's backward function is called: the forward one learns it as it is traced.
+
+    There is one for each set of perturbed arguments; it travels with the residuals.
+    """
+
+    free: tuple[int, ...]  # The operands for which a derivative is asked
+    tangents: list[Aval]  # Their types in the traced function
+    tree: PyTree  # The structure of the residuals, which holds the linear function
+    residuals: list[Aval]  # Their variables in the traced function
+    facts: Facts  # What is known of them
+    outs: list[Aval]  # The types of the results in the traced function
+    # Filled while the backward function is traced: the operands whose cotangent it does
+    # not leave out
+    live: set[int]
+
+
+def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
+    eqn, values = op.eqn, arrays_of(op.values)
+    given = dtypes_of(values)
+    custom = _CustomCall(visitor, op, values)
+
+    def forward(*primals: PyTree) -> tuple[Values, tuple[_Pullback, Values]]:
+        args = [primal.value for primal in primals]
+        # Differentiating for a value that the function closed over is refused by JAX.
+        free = custom.differentiable([primal.perturbed for primal in primals])
+        avals, live = custom.original_avals(args), set[int]()
+        found: dict[str, PyTree] = {}
+
+        def expanded(*args: PyTree) -> Values:
+            def call(*chosen: PyTree) -> Values:
+                pairs = zip(free, chosen, strict=True)
+                watched = [_watch_cotangent(x, i, live) for i, x in pairs]
+                return custom.partially(args, free)(*watched)
+
+            outs, pushforward = jax.linearize(call, *(args[i] for i in free))
+            residuals, found["tree"] = jax.tree.flatten(pushforward)
+            found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
+            return [*outs, *residuals]
+
+        new = custom.trace(expanded, *avals)
+        outs, known = custom.visited(new, args, custom.facts)
+        count = len(eqn.outvars)
+        variables = open_jaxpr(new)[0].outvars
+        pullback = _Pullback(
+            free=free,
+            tangents=[avals[i] for i in free],
+            facts=visitor.facts_inside(known[count:], variables[count:], "operand"),
+            live=live,
+            **found,
+        )
+        return cast_all(outs[:count], custom.dtypes), (pullback, outs[count:])
+
+    def backward(
+        kept: tuple[_Pullback, Values], cotangents: Values
+    ) -> tuple[PyTree, ...]:
+        pullback, residuals = kept
+        chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
+
+        def expanded(residuals: Values, cotangents: Values) -> PyTree:
+            pullback.live.clear()
+            pushforward = jax.tree.unflatten(pullback.tree, residuals)
+
+            def linear(*tangents: PyTree) -> Values:
+                outs = pushforward(*tangents)
+                # The user's function is told that the others are zero.
+                return [outs[i] for i in chosen]
+
+            return jax.linear_transpose(linear, *pullback.tangents)(cotangents)
+
+        types = [pullback.outs[i] for i in chosen]
+        new = custom.trace(expanded, pullback.residuals, types)
+        args = [*residuals, *(cotangents[i] for i in chosen)]
+        known = [*pullback.facts, *[visitor.unknown] * len(chosen)]
+        outs, _ = custom.visited(new, args, known)
+        grads: Values = [None] * len(given)
+        for i, grad in zip(pullback.free, outs, strict=True):
+            if i in pullback.live:
+                (grads[i],) = cast_all([grad], (given[i],))
+        return tuple(grads)
+
+    call = jax.custom_vjp(custom.run)
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    outs = list(call(*values))
+    return outs, visitor.result_facts(outs, custom.known)
+
+
+def _watch_cotangent(x: PyTree, index: int, live: set[int]) -> PyTree:
+    """Returns `x`; if its cotangent is not known to be zero, adds the index to `live`."""
+
+    @jax.custom_vjp
+    def same(x: PyTree) -> PyTree:
+        return x
+
+    def backward(_: None, cotangent: PyTree) -> tuple[PyTree]:
+        if not _is_zero(cotangent):
+            live.add(index)
+        return (cotangent,)
+
+    same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
+    return same(x)
+
+
+def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
+    jaxpr = hi_jaxpr(op.eqn)
+    if jaxpr is None:
+        return eval_equation(op.eqn, op.values), [visitor.unknown] * len(op.eqn.outvars)
+    options = hi_remat(op.eqn)
+    if options is None:
+        return (_custom_jvp if hi_has_tangents(op.eqn) else _custom_vjp)(visitor, op)
+    values = arrays_of(op.values)
+    new, known = rewrite(visitor, op, jaxpr, types_of(values), op.facts)
+    return jax.checkpoint(as_function(new), **options)(*values), known
 
 
 HANDLERS: dict[str, Handler] = {
@@ -284,6 +541,8 @@ HANDLERS: dict[str, Handler] = {
     "shard_map": _shard_map,
     "scan": _scan,
     "while": _while,
-    **_derivatives.HANDLERS,
+    HI_PRIMITIVE: _hi_primitive,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
 }
 """By primitive: how an equation that holds jaxprs is rebuilt around visited bodies."""

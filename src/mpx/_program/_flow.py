@@ -22,9 +22,7 @@ from mpx._program._queries import (
 
 T = TypeVar("T")
 
-Label = Any
-"""The knowledge about a value; `None` stands for none."""
-
+Label = Any  # a name, a number, the value itself; `None` if nothing is known
 Rule = Callable[[str, Equation, list[Label]], Label]
 """Labels results: called with a primitive's name, its equation, its operands' labels."""
 
@@ -36,10 +34,7 @@ def propagate(
     literal: Callable[[Any], T] = lambda atom: None,
     ends: Iterable[Sequence[PyTree]] = itertools.repeat(()),
 ) -> list[T]:
-    """Returns the labels of the results of a jaxpr, given those of its other variables.
-
-    A label may be anything: a name, a number, the value itself.
-    """
+    """Returns the labels of the results of a jaxpr, given those of its other variables."""
     env: dict[Any, Any] = dict(labels)
 
     def read(atom: Any) -> PyTree:

@@ -37,20 +37,14 @@ from mpx._program._queries import (
     walk,
 )
 
-Jaxpr = Any
-"""A jaxpr, open or closed."""
-Aval = Any
-"""The type of a value: shape, dtype, sharding."""
-Scopes = tuple[str, ...]
-"""Names of `jax.named_scope`s, outermost first."""
-Dtypes = tuple[PyTree, ...]
-"""A dtype per value; `None` where a value keeps its own."""
-Fact = Any
-"""The knowledge of a visitor about a value: hashable, of any type."""
+Jaxpr = Any  # open or closed
+Aval = Any  # the type of a value: shape, dtype, sharding
+Scopes = tuple[str, ...]  # names of `jax.named_scope`s, outermost first
+Dtypes = tuple[PyTree, ...]  # a dtype per value; `None` where a value keeps its own
+Fact = Any  # the knowledge of a visitor about a value: hashable, of any type
 Values = list[PyTree]
 Facts = list[Fact]
-Outcome = tuple[Values, Facts]
-"""The results of an equation, and what is known of each."""
+Outcome = tuple[Values, Facts]  # the results of an equation, and what is known of each
 Kind = typing.Literal["operand", "slice", "carry", "tangent"]
 """How a nested jaxpr gets a value: as it is (also as a carry that a loop returns unchanged),
 one slice or shard of it, as a loop carry that changes, or as a tangent of it."""
@@ -87,8 +81,6 @@ class Frame:
     In `made` a visitor keeps what it derived from these values, by their `id`, beside the
     value: as long as that is kept, so is its `id`. Values of another jaxpr belong to another
     trace and must not be found here.
-
-    The jaxpr is run by `plan`.
     """
 
     def __init__(self, jaxpr: Jaxpr = None) -> None:
@@ -129,17 +121,15 @@ class Visitor:
     """One evaluation of a function, and what is done with its equations.
 
     A subclass defines `equation`. For an equation that holds jaxprs it may call the handler
-    of that primitive in `mpx._program.HANDLERS`, which rebuilds the equation around bodies
-    that were visited in turn. The other methods tell the handlers what they need to know;
-    by default nothing is known of any value and bodies get no further inputs.
+    of that primitive in `mpx._program.HANDLERS`, which rebuilds it around bodies that were
+    visited in turn. The other methods tell the handlers what they need to know.
     """
 
     unknown: ClassVar[Fact] = None  # The fact of a value of which nothing is known
 
     # Rewritten jaxprs, by what they were made from
     cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
-    # Hashable notes about the whole function. A cached body restores those that were
-    # made in it.
+    # Hashable notes about the whole function; a cached body restores its own
     found: set[Any] = dataclasses.field(default_factory=set)
     # The evaluation that is running
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
@@ -223,24 +213,19 @@ class Visitor:
         """Evaluates a jaxpr; returns its results and what is known of them."""
         outer, self.frame = self.frame, Frame(jaxpr)
         try:
-            plan = self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
-            replaced, dead = ({}, ()) if plan is None else plan
+            self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
+            replaced, dead = self.frame.plan or ({}, ())
             env = self.frame.env
             for var, const in zip(jaxpr.constvars, consts, strict=True):
                 env[var] = const, self.constant_fact(const)
-            env.update(
-                zip(jaxpr.invars, zip(args, facts, strict=True), strict=True),
-            )
+            env.update(zip(jaxpr.invars, zip(args, facts, strict=True), strict=True))
             for index, eqn in enumerate(jaxpr.eqns):
                 if index in dead:
                     continue
                 other = replaced.get(index)
                 atoms = eqn.invars if other is None else other.atoms
-                values, facts = [], []
-                for atom in atoms:
-                    value, fact = self.read(atom)
-                    values.append(value)
-                    facts.append(fact)
+                pairs = [self.read(atom) for atom in atoms]
+                values, facts = [x for x, _ in pairs], [x for _, x in pairs]
                 op = Op(eqn, values, facts, scopes + scopes_of(eqn))
                 self.frame.eqn = eqn
                 with source_context(eqn), eqn.ctx.manager:
@@ -275,37 +260,34 @@ def rewrite(
 ) -> tuple[Jaxpr, Facts]:
     """Returns a nested jaxpr after the visitor has been through it, and its results' facts.
 
-    It is cached, so that several calls of one jitted layer stay several calls of one
-    function, and forgotten with the jaxpr that it was made from: both hold the arrays that
-    the layer closes over.
+    It is cached, so that several calls of one layer stay calls of one function, and
+    forgotten with the jaxpr that it was made from: both hold arrays that were closed over.
     """
     body, consts = open_jaxpr(jaxpr)
-    count, scopes = len(avals), visitor.scopes_inside(op.eqn, op.scopes)
+    cache, scopes = visitor.cache, visitor.scopes_inside(op.eqn, op.scopes)
     leaves, structure = jax.tree.flatten(more)
-    types = (*avals, *(jax.typeof(x) if _is_array(x) else x for x in leaves))
+    types = (
+        *avals,
+        *(jax.typeof(x) if isinstance(x, jax.Array) else x for x in leaves),
+    )
     local = visitor.cache_key(more)
     key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
-    if local is not None and key in visitor.cache:
-        cached = visitor.cache[key]
-        visitor.found |= cached.found
-        return cached.jaxpr, cached.facts
+    if local is not None and key in cache:
+        visitor.found |= cache[key].found
+        return cache[key].jaxpr, cache[key].facts
     known: Facts = []
 
     def run(*args: PyTree) -> Values:
-        with visitor.inside(op.eqn, jax.tree.unflatten(structure, args[count:])):
-            outs, known[:] = visitor.run(body, consts, args[:count], facts, scopes)
+        args, rest = args[: len(avals)], args[len(avals) :]
+        with visitor.inside(op.eqn, jax.tree.unflatten(structure, rest)):
+            outs, known[:] = visitor.run(body, consts, args, facts, scopes)
         return as_results(outs, body.outvars, dtypes)
 
     new = jax.make_jaxpr(run)(*types)
     if local is not None:
-        cache = visitor.cache
         source = weakref.ref(jaxpr, lambda _: cache.pop(key, None))
         cache[key] = Rewritten(new, known, frozenset(visitor.found), source)
     return new, known
-
-
-def _is_array(x: PyTree) -> bool:
-    return isinstance(x, jax.Array)
 
 
 def as_results(
@@ -368,9 +350,7 @@ class Traced(NamedTuple):
     consts: Sequence[PyTree]  # Its constants
     arrays: list[PyTree]  # Its arguments
     named: list[Named]  # Their names, and which of them are parameters
-    # Whether its parameters are known. While Linen or Haiku initialise a model it has
-    # none yet.
-    has_params: bool
+    has_params: bool  # Not while Linen or Haiku initialise a model
 
     def named_arrays(self) -> list[tuple[LeafName, PyTree]]:
         """Returns the arguments with their names."""
@@ -394,13 +374,11 @@ class Transformation(Visitor):
 
     # The positions or names of the arguments that hold parameters; `None` to find them
     params: tuple[int | str, ...] | None = None
-    # What an f32 array that was widened for the call was made from, by its `id`: the
-    # f32 array, and the one of 16 bits
+    # By `id`: an f32 array that was widened for the call, and the one of 16 bits
     stored: dict[int, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
     # Whether parameters of 16 bits are read as f32
     widens_params: ClassVar[bool] = False
-    # Whether the first argument holds the parameters if it is an array by itself, and
-    # no argument is a container
+    # Whether an array is the parameters if it comes first and there is no container
     takes_bare_params: ClassVar[bool] = False
 
     @property

@@ -65,11 +65,7 @@ CALLS = ("jit", "pjit", "closed_call", *REMAT)
 
 
 def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters.
-
-    What goes through them belongs in this package: other packages use `walk`, `equations`,
-    `fold`, or the classes `Walk`, `Flow`, `Run` and `Visitor`.
-    """
+    """Yields the jaxprs among an equation's parameters, for this package alone."""
     if eqn.primitive.name == HI_PRIMITIVE and (found := hi_jaxpr(eqn)) is not None:
         yield open_jaxpr(found)[0]
     for value in eqn.params.values():
@@ -128,10 +124,7 @@ OUTERMOST = Position()
 
 
 def walk(jaxpr: Any, around: Position = OUTERMOST) -> Iterator[Position]:
-    """Yields the positions of the equations of a jaxpr and of all jaxprs inside it.
-
-    An equation that holds jaxprs comes before what is inside it.
-    """
+    """Yields the positions of the equations of a jaxpr, each before what is inside it."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         here = around.at(eqn)
         yield here
@@ -178,10 +171,7 @@ def holds(eqn: Equation, names: Collection[str]) -> bool:
 
 
 def fold(jaxpr: Any, func: Callable[[Any, Callable[[Equation], list[T]]], T]) -> T:
-    """Computes something of a jaxpr from the same of the jaxprs inside it.
-
-    `func` takes a jaxpr and a function from an equation to the results inside that.
-    """
+    """Computes something of a jaxpr from the same inside; `func` gets what tells that."""
     body, _ = open_jaxpr(jaxpr)
     return func(body, lambda eqn: [fold(inner, func) for inner in sub_jaxprs(eqn)])
 
@@ -242,21 +232,14 @@ def every_use(
 
 
 def repetitions(eqn: Equation) -> int:
-    """Returns how often an equation runs its jaxprs: a scan, or a kernel over a grid.
-
-    A loop of unknown length counts once.
-    """
+    """Returns how often an equation runs its jaxprs; a loop of unknown length counts once."""
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     known = [size for size in grid if isinstance(size, int)]
     return eqn.params.get("length", 1) * math.prod(known)
 
 
 def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
-    """Returns how many products each result of a matmul adds up, and the free sizes.
-
-    The free size of an operand is that of all its axes which are neither summed over nor
-    batch axes.
-    """
+    """Returns how many products each result adds up, and the sizes of the other axes."""
     shapes = [var.aval.shape for var in eqn.invars[:2]]
     if eqn.primitive.name == "conv_general_dilated":
         kernel = list(shapes[1])
@@ -276,10 +259,7 @@ def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
 
 
 def flops(eqn: Equation) -> int:
-    """Returns two operations per multiplication of a matmul, 0 for anything else.
-
-    Attention counts as its matmuls, with the parts that a mask discards.
-    """
+    """Returns two operations per multiplication, also of masked parts; 0 without matmuls."""
     name = eqn.primitive.name
     if name in ATTENTION:
         batch, queries, heads, size = eqn.invars[0].aval.shape
@@ -310,10 +290,7 @@ def flops(eqn: Equation) -> int:
 def matmul_flops(
     jaxpr: Any, kind: Callable[[Equation], str]
 ) -> collections.Counter[str]:
-    """Counts the operations of the matmuls of a jaxpr, as often as they run, by kind.
-
-    Of a conditional, the branch with the most operations counts.
-    """
+    """Counts the operations of the matmuls of a jaxpr, as often as they run, by kind."""
     total: collections.Counter[str] = collections.Counter()
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name in (*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED):

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from mpx._casting._half import half_precision_datatype
+from mpx._casting._context import half_precision_datatype
 from mpx._jax._arguments import as_count, as_real, check_value
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import at_least_f32, parse_float_dtype, short_name

@@ -17,7 +17,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._casting._wrapped import hide_signature
+from mpx._casting._context import hide_signature
 from mpx._jax import _nnx
 from mpx._jax._arguments import check_choice
 from mpx._jax._compat import varying_axes

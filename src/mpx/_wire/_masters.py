@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._casting._reduction import (
+from mpx._casting._context import (
     COMPUTE,
     F32,
     Reduce,

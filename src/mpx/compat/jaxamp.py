@@ -34,7 +34,7 @@ from mpx._amp import AmpRules
 from mpx._amp import amp as _amp
 from mpx._amp import amp_stop as amp_stop
 from mpx._amp._rules import PRIMITIVES, Rule, rules_by_name
-from mpx._casting._half import gradient_function
+from mpx._casting._context import gradient_function
 from mpx._jax._formats import FORMATS
 from mpx._jax._tree import all_finite
 from mpx._scaling._loss_scaling import LARGEST_SCALE, StaticLossScaling

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import PyTree
 
-from mpx._casting._half import gradient_function
+from mpx._casting._context import gradient_function
 from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._emulation import change
 from mpx.inspect._policies import (

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from jaxtyping import PyTree
 
 from mpx._amp import AmpRules, amp
-from mpx._casting._wrapped import is_amp
+from mpx._casting._context import is_amp
 from mpx._fp8 import Fp8Function, fp8
 from mpx._jax._compat import primitive_name
 from mpx._jax._devices import H200

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import jax
 from jaxtyping import PyTree
 
-from mpx._amp._call import Recording, flat_call, recorded
-from mpx._amp._transform import under_amp
-from mpx._casting._half import gradient_function
+from mpx._amp._call import flat_call, under_amp
+from mpx._amp._facts import Recording, recorded
+from mpx._casting._context import argument_names, gradient_function
 from mpx._fp8._delayed import Fp8State
 from mpx._fp8._transform import Fp8Function
-from mpx._gradients._call import argument_names
 from mpx._jax._compat import (
     as_function,
     eval_jaxpr,

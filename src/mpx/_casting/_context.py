@@ -1,0 +1,385 @@
+"""What is around a call: settings of the user, marks of mpx, and wrappers of the function.
+
+The half precision is what "half" stands for. Like the marks it is part of the cache key of
+`jax.jit`: a function that was compiled for f16 is compiled again after the switch to bf16.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from mpx._jax._compat import make_jit_context
+from mpx._jax._formats import FORMATS, parse_float_dtype, short_name
+from mpx._jax._tree import AxisName
+
+# What the user chose. Until then the paper's functions take f16, and `amp`, which has no
+# loss scale of its own, bf16.
+_half = make_jit_context(None)
+# Part of the key, too: what a derivative rule does depends on it, and JAX keeps rules.
+_in_gradient_function = make_jit_context(False)
+
+
+def _parse_half(datatype: DTypeLike) -> np.dtype:
+    try:
+        dtype = parse_float_dtype(datatype)
+    except ValueError:
+        dtype = None
+    if dtype is None or dtype.itemsize != 2:
+        raise ValueError(
+            f"Half precision is float16 or bfloat16, but {datatype!r} was given. Pass "
+            '`jnp.float16`, `jnp.bfloat16`, "float16" or "bfloat16".'
+        )
+    return dtype
+
+
+def set_half_precision_datatype(datatype: DTypeLike | None) -> None:
+    """Sets the dtype that "half precision" stands for, everywhere in this process.
+
+    Functions that were already compiled follow: they are traced anew when called.
+    Prefer a `Policy`, which travels with the code that needs it.
+
+    Args:
+        datatype: f16 or bf16, as a dtype or as a name; `None` restores the default.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    Examples:
+        >>> set_half_precision_datatype("bfloat16")
+        >>> half_precision_datatype()
+        dtype(bfloat16)
+        >>> set_half_precision_datatype(None)
+    """
+    _half.set_global(None if datatype is None else _parse_half(datatype))
+
+
+def half_precision_datatype() -> np.dtype:
+    """Returns the dtype that "half precision" stands for; float16 unless changed.
+
+    Examples:
+        >>> half_precision_datatype() == jnp.float16
+        True
+    """
+    return _half.value or np.dtype(np.float16)
+
+
+def chosen_half_precision() -> np.dtype | None:
+    """Returns the half-precision dtype that the user chose, `None` if none was."""
+    return _half.value
+
+
+def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[object]:
+    """Sets the half-precision dtype inside a `with` block, in this thread only.
+
+    Args:
+        datatype: f16 or bf16, as a dtype or as a name.
+
+    Raises:
+        ValueError: If it is anything else.
+
+    Examples:
+        >>> with half_precision("bf16"):
+        ...     print(half_precision_datatype())
+        bfloat16
+    """
+    return _half(_parse_half(datatype))
+
+
+def gradient_function() -> contextlib.AbstractContextManager[object]:
+    """Marks the code inside as a gradient that mpx takes, with a loss scaling."""
+    return _in_gradient_function(True)
+
+
+def in_gradient_function() -> bool:
+    """Returns whether the gradient that is being traced is taken by mpx."""
+    return _in_gradient_function.value
+
+
+CONSTANTS = ("BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE")
+
+
+def constant(name: str) -> Array | np.dtype:
+    """Returns a constant of the paper, computed when it is read so that it is not stale.
+
+    The two maxima are f32 scalars; making them at import would start a JAX backend.
+    """
+    if name == "HALF_PRECISION_DATATYPE":
+        return half_precision_datatype()
+    if name == "FLOAT16_MAX":
+        return jnp.float32(FORMATS["f16"].max)
+    if name == "BFLOAT16_MAX":
+        return jnp.float32(FORMATS["bf16"].max)
+    raise AttributeError(f"module 'mpx' has no attribute {name!r}")
+
+
+# --- The dtype in which gradients are summed over devices -----------------------------
+
+COMPUTE = "compute"
+"""Sums gradients in the dtype of the matmul that makes them."""
+F32 = np.dtype(np.float32)
+Reduce = np.dtype | str | None
+
+_chosen = make_jit_context(None)
+_plain = make_jit_context(False)
+_shards = make_jit_context(False)
+
+
+def parse_reduce(dtype: DTypeLike | None) -> Reduce:
+    """Returns what a user may pass for `reduce_dtype`: a dtype, "compute" or `None`."""
+    if dtype is None or (isinstance(dtype, str) and dtype == COMPUTE):
+        return dtype
+    return parse_float_dtype(dtype, "reduce_dtype")
+
+
+def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[object]:
+    """Sets what `amp` without an option of its own does in the code inside."""
+    return _chosen(dtype)
+
+
+def chosen_reduce() -> Reduce:
+    """Returns what a gradient function around the call has chosen."""
+    return _chosen.value
+
+
+def over_shards() -> contextlib.AbstractContextManager[object]:
+    """Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
+    return _shards(True)
+
+
+def in_shards() -> bool:
+    """Returns whether a `jax.vmap` around the call is one over shards."""
+    return _shards.value
+
+
+def plain_matmuls() -> contextlib.AbstractContextManager[object]:
+    """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
+    return _plain(True)
+
+
+def amp_reduce(own: Reduce) -> Reduce:
+    """Returns what `amp` does, whose own option comes before that of the gradient."""
+    if _plain.value:
+        return COMPUTE
+    return _chosen.value if own is None else own
+
+
+def weight_grad_dtype(choice: Reduce, weight: Array, compute: np.dtype) -> np.dtype:
+    """Returns the dtype in which the matmul for a weight's gradient gives its result.
+
+    XLA sums over devices what that matmul returns, before any cast. `None` is f32 if the
+    weight is on several devices, else the compute dtype: nothing is summed over devices.
+    """
+    if choice is None:
+        return F32 if on_several_devices(weight) else compute
+    return compute if choice == COMPUTE else np.dtype(choice)
+
+
+class Shards(NamedTuple):
+    """The shards of a batch: the mesh, and the axes over which it is sharded."""
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of shards."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+
+def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
+    """Returns the axes of a mesh that are named, if no transformation has bound them."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    if not axes or _are_bound(axes):
+        return None
+    meshes = [jax.sharding.get_abstract_mesh()]
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    meshes += [jax.typeof(x).sharding.mesh for x in arrays]
+    found = [mesh for mesh in meshes if {*axes} <= {*mesh.axis_names}]
+    if not found:
+        raise ValueError(
+            f"`axis_name={axis_name!r}` names no axis: neither a `jax.shard_map` or "
+            "`jax.vmap` around the call nor the mesh of the arguments has it. Use the name "
+            "of an axis of the mesh over which the batch is sharded, and put the arguments "
+            "on that mesh or call inside `with jax.set_mesh(mesh):`."
+        )
+    kinds = dict(zip(found[0].axis_names, found[0].axis_types, strict=True))
+    if any(kinds[name] != AxisType.Auto for name in axes):
+        raise ValueError(
+            f"`axis_name={axis_name!r}` is an explicit axis of the mesh, for which the "
+            "batch cannot be split without changing the function. Call it inside "
+            "`jax.shard_map`, or make the axis automatic: "
+            "`jax.make_mesh(..., axis_types=(AxisType.Auto,))`."
+        )
+    return Shards(found[0], axes)
+
+
+def _are_bound(axes: tuple[str, ...]) -> bool:
+    try:
+        lax.axis_size(axes)
+    except NameError:
+        return False
+    return True
+
+
+def on_several_devices(x: Array) -> bool:
+    """Returns whether XLA may sum gradients of an array over devices."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh.size > 1 and not mesh.are_all_axes_manual
+
+
+def automatic_size(x: Array) -> int:
+    """Returns the number of devices over which XLA may shard an array; else 1."""
+    mesh = jax.typeof(x).sharding.mesh
+    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types or ())
+    return mesh.size if automatic and mesh.axis_names else 1
+
+
+# --- Wrapped functions and their signatures -------------------------------------------
+
+
+def _layers(func: PyTree) -> Iterator[PyTree]:
+    """Yields a function and what it wraps (jit, checkpoint, partial), inwards."""
+    seen: set[int] = set()
+    while func is not None and id(func) not in seen:
+        seen.add(id(func))
+        yield func
+        is_partial = isinstance(func, functools.partial | eqx.Partial)
+        func = func.func if is_partial else getattr(func, "__wrapped__", None)
+
+
+def is_amp(func: Callable[..., PyTree]) -> bool:
+    """Returns whether a function is under `amp`, and so casts by itself."""
+    return autocast_of(func) is not None
+
+
+def autocast_of(func: Callable[..., PyTree]) -> Callable[[], PyTree] | None:
+    """Returns what makes the visitor of a function under `amp`, `None` of others."""
+    found = (getattr(layer, "mpx_autocast", None) for layer in _layers(func))
+    return next(filter(None, found), None)
+
+
+def is_fp8(func: Callable[..., PyTree]) -> bool:
+    """Returns whether a function is under `fp8`."""
+    return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
+
+
+_cast_to: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "cast_to", default=None
+)
+
+
+@contextlib.contextmanager
+def arguments_cast_to(dtype: np.dtype) -> Iterator[None]:
+    """Marks the time in which a function runs on arguments that a policy has cast."""
+    token = _cast_to.set(short_name(dtype) if dtype.itemsize == 2 else None)
+    try:
+        yield
+    finally:
+        _cast_to.reset(token)
+
+
+def refuse_cast_arguments() -> None:
+    """Raises if `amp` is called where a policy has cast the arguments to 16 bits.
+
+    `amp` casts operation by operation and needs the parameters as they are.
+    """
+    if _cast_to.get() is not None:
+        raise ValueError(
+            "`amp` was called inside a function whose arguments a policy casts to "
+            f"{_cast_to.get()}, so that both would round them. Put the whole loss under "
+            "`amp`, `mpx.value_and_grad(mpx.amp(loss))`; or pass "
+            '`policy="f32"`, so that only `amp` casts.'
+        )
+
+
+def has_scales(func: Callable[..., PyTree]) -> bool:
+    """Returns whether a function is under `fp8` with delays: an `Fp8State` comes first."""
+    return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))
+
+
+def take_scales(
+    func: Callable[..., PyTree], args: Sequence[PyTree]
+) -> tuple[PyTree, Sequence[PyTree]]:
+    """Splits off the `Fp8State` that a function with delayed scaling takes first."""
+    if not has_scales(func):
+        return None, args
+    if any(
+        layer.args
+        for layer in _layers(func)
+        if isinstance(layer, functools.partial | eqx.Partial)
+    ):
+        raise TypeError(
+            "A `partial` has bound the first arguments of a function under `fp8` with "
+            "`DelayedScaling`, of which the first is its `Fp8State`. Pass that after the "
+            "loss scaling at each call, and bind others by keyword."
+        )
+    if not args or not hasattr(args[0], "amaxes"):
+        found = type(args[0]).__name__ if args else "nothing"
+        raise TypeError(
+            "A function under `fp8` with `DelayedScaling` takes an `Fp8State` after the "
+            f"loss scaling, but {found} was given. Make one with `.init(*args)`."
+        )
+    return args[0], args[1:]
+
+
+def original(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns the function whose arguments come after the `Fp8State`."""
+    delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
+    return delayed[-1].func if delayed else func
+
+
+def argument_names(func: Callable[..., PyTree], count: int) -> list[str]:
+    """Returns the names of the positional parameters, for paths in rules and errors."""
+    parameters = _parameters(func)
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = [item.name for item in parameters if item.kind in positional][:count]
+    taken = {item.name for item in parameters}
+    for number in range(len(names), count):
+        names.append(_unused(f"arg{number}", taken))
+    return names
+
+
+def _parameters(func: Callable[..., PyTree]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def signature_after(first: str, func: Callable[..., PyTree]) -> inspect.Signature:
+    """Returns the signature of `func` with one more argument before the others."""
+    parameters = _parameters(func) or [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+    name = _unused(first, {item.name for item in parameters})
+    before = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    return inspect.Signature([before, *parameters])
+
+
+def hide_signature(wrapper: Callable[..., PyTree]) -> None:
+    """Undoes `functools.wraps` where the wrapper takes one argument more."""
+    for name in ("__wrapped__", "__signature__"):
+        vars(wrapper).pop(name, None)
