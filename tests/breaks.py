@@ -527,7 +527,7 @@ BREAKS = [
     Break(
         "damaged arrays are accepted",
         "checkpoint",
-        "if x != self.leaves[name].value",
+        "if found != saved[name].value",
         "if False",
         "checkpoint",
         "damaged_file or checksum",

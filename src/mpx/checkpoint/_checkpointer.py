@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-from types import TracebackType
 from typing import IO
 
 import jax
@@ -32,14 +31,13 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-_STEP = "the folder of a checkpoint has the number of its step"
 _OWN = {
     "max_to_keep": "pass `keep`",
     "enable_async_checkpointing": "pass `asynchronous`",
-    "create": "the first `save` makes the folder",
-    "cleanup_tmp_directories": "the first `save` removes what a killed process left",
+    **dict.fromkeys(["create", "cleanup_tmp_directories"], "the first `save` does so"),
     **dict.fromkeys(
-        ["step_prefix", "step_format_fixed_length", "step_name_format"], _STEP
+        ["step_prefix", "step_format_fixed_length", "step_name_format"],
+        "the folder of a checkpoint has the number of its step",
     ),
 }
 """Options of Orbax that a `Checkpointer` sets, and what to do instead."""
@@ -188,15 +186,11 @@ class Checkpointer:
             template: A state of the same structure.
             step: The number of the checkpoint; `None` is the latest.
             partial: Whether the checkpoint may hold more than the template.
-            fields: Where fields of modules come from if they differ; see `restore`.
-
-        Raises:
-            FileNotFoundError: If there is no such checkpoint.
-            ValueError: If the checkpoint does not fit the template, or is damaged.
+            fields: Where fields of modules come from if they differ.
         """
         self.steps()  # those of another process, too
-        options: PyTree = {"step": step, "partial": partial, "fields": fields}
-        return read(self._manager, self._path, template, **options)
+        place = self._manager, self._path
+        return read(*place, template, step=step, partial=partial, fields=fields)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
@@ -223,32 +217,18 @@ class Checkpointer:
         return self._manager.best_step() if self.steps() else None
 
     def metrics(self, step: int) -> PyTree:
-        """Returns the metrics that were saved with a checkpoint, `None` if there are none.
-
-        Args:
-            step: Its number.
-        """
+        """Returns the metrics that were saved with a checkpoint, `None` without any."""
         return self._manager.metrics(step) if step in self.steps() else None
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether the scheduler is about to end the job; `save` then saves.
 
-        JAX tells all processes of a job at the same step, after one of them got SIGTERM.
-
-        Args:
-            step: The number of the step, the same on all processes.
+        JAX tells all processes of a job at the same `step`, after one of them got SIGTERM.
         """
         return self._manager.reached_preemption(step)
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint.
-
-        Args:
-            step: Its number.
-
-        Raises:
-            FileNotFoundError: If there is no such checkpoint.
-        """
+        """Removes a checkpoint; one that is not there is a `FileNotFoundError`."""
         self._check_writes("removed")
         self.wait()
         if not all(gather_results(lambda: self._is_writer)):
@@ -274,12 +254,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_writes(self, what: str) -> None:
