@@ -15,7 +15,7 @@ from mpx._casting._half import half_precision_datatype
 from mpx._casting._select import Matcher, Selectors, parse_selectors
 from mpx._jax._formats import at_least_f32, parse_float_dtype
 from mpx._jax._nnx import (
-    clone,
+    copy,
     is_nnx,
     is_variable_of_state,
     map_variables,
@@ -66,7 +66,7 @@ def map_floating(
     )
     if not objects:
         return plain
-    fresh = clone(objects)
+    fresh = copy(objects)
     map_variables(fresh, fn)
     return put_back(plain, fresh)
 

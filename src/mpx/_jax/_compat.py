@@ -27,6 +27,7 @@ from mpx._jax._private import (
 )
 from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
+from mpx._jax._private import eval_jaxpr as eval_jaxpr
 from mpx._jax._version import version_tuple as version_tuple
 
 # From then on Pallas takes the layouts of our grouped matmuls.
@@ -125,10 +126,9 @@ def zeros_of(struct: Any) -> jax.Array:
 
 
 def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
-    """Returns an identity function that raises when it is differentiated.
+    """Returns an identity function that raises `message` when it is differentiated.
 
-    It is for derivatives that JAX would compute wrongly without a warning. The error is a
-    `NotImplementedError` with the given message, in forward and in reverse mode.
+    It is for derivatives that JAX would compute wrongly without a warning.
     """
 
     @jax.custom_jvp
@@ -147,22 +147,6 @@ def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
 
 JAXPRS = (Jaxpr, ClosedJaxpr)
 """The types of jaxprs, open or closed."""
-
-
-def is_jaxpr(x: object) -> bool:
-    """Returns whether `x` is a jaxpr, open or closed."""
-    return isinstance(x, JAXPRS)
-
-
-def _eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    body = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
-    closed = body if Jaxpr is ClosedJaxpr else ClosedJaxpr(body, ())
-    return private("jaxpr_as_fun").jaxpr_as_fun(closed)(*consts, *args)
-
-
-eval_jaxpr: Callable[..., list[Any]] = getattr(
-    private("eval_jaxpr"), "eval_jaxpr", _eval_jaxpr
-)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -311,10 +295,8 @@ def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     if names is not None:
         stack = names.current_name_stack() + info.name_stack
         return names.user_context(info.traceback, name_stack=stack)
-    context = contextlib.ExitStack()
-    for scope in scopes_of(eqn):
-        context.enter_context(jax.named_scope(scope))
-    return context
+    scope = "/".join(scopes_of(eqn))
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:
@@ -378,7 +360,7 @@ def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
     It is the derivative as a linear program, which exists already and costs no trace.
     """
     jaxpr = getattr(vjp, "jaxpr", None)
-    if not is_jaxpr(jaxpr):
+    if not isinstance(jaxpr, JAXPRS):
         return None
     body, _ = open_jaxpr(jaxpr)
     # Residuals come before the arguments or are constants; structured ones come after.

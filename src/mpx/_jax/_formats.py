@@ -41,15 +41,8 @@ class Format:
 
 def _from_dtype(name: str, dtype: DTypeLike) -> Format:
     info = ml_dtypes.finfo(dtype)
-    return Format(
-        name=name,
-        bits=info.bits,
-        exponent=info.nexp,
-        mantissa=info.nmant,
-        max=float(info.max),
-        tiny=float(info.smallest_normal),
-        smallest=float(info.smallest_subnormal),
-    )
+    numbers = map(float, (info.max, info.smallest_normal, info.smallest_subnormal))
+    return Format(name, info.bits, info.nexp, info.nmant, *numbers)
 
 
 _DTYPES: dict[str, type] = {
@@ -103,20 +96,7 @@ def short_name(dtype: np.dtype) -> str:
 
 
 def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
-    """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name.
-
-    Args:
-        dtype: A dtype, a scalar type such as `jnp.bfloat16`, or a name such as
-            `"bf16"`, `"bfloat16"`, `"fp16"` or `"full"`.
-        what: The name of the value in the error message.
-
-    Raises:
-        ValueError: If `dtype` is not a floating dtype of at least 16 bits.
-
-    Examples:
-        >>> parse_float_dtype("bf16")
-        dtype(bfloat16)
-    """
+    """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name."""
     # Names are ours alone: NumPy reads "f8" as f64, "half" as f16 and `None` as f64.
     if isinstance(dtype, str) or dtype is None:
         parsed = _NAMES.get(dtype or "")
@@ -145,6 +125,4 @@ def is_float_dtype(dtype: np.dtype) -> bool:
 
 def at_least_f32(dtype: np.dtype) -> np.dtype:
     """Returns f32 for 16-bit dtypes and wider dtypes as they are (complex too)."""
-    if dtype.itemsize == 2:
-        return np.dtype(jnp.float32)
-    return dtype
+    return np.dtype(jnp.float32) if dtype.itemsize == 2 else dtype

@@ -37,11 +37,9 @@ def is_nnx(node: PyTree) -> bool:
 def is_variable_of_state(kind: type) -> bool:
     """Returns whether a type is that of NNX variables other than parameters."""
     nnx = nnx_module()
-    return (
-        nnx is not None
-        and issubclass(kind, nnx.Variable)
-        and not issubclass(kind, nnx.Param)
-    )
+    if nnx is None:
+        return False
+    return issubclass(kind, nnx.Variable) and not issubclass(kind, nnx.Param)
 
 
 # --- Objects in pytrees ---------------------------------------------------------------
@@ -82,19 +80,15 @@ def put_back(tree: PyTree, objects: Mapping[LeafName, PyTree]) -> PyTree:
     )
 
 
-def clone(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
+def copy(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
     """Returns fresh objects with the same arrays; what they share stays shared."""
+    if not objects:
+        return {}
     nnx = nnx_module()
     graphdef, state = nnx.split(tuple(objects.values()))
     # Copies of the variables, else `merge` would put the very same ones into both.
     fresh = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
     return dict(zip(objects, fresh, strict=True))
-
-
-def copy(tree: PyTree) -> PyTree:
-    """Returns a tree with fresh NNX objects, whose state is their own."""
-    plain, objects = take_out(tree)
-    return put_back(plain, clone(objects)) if objects else tree
 
 
 def map_variables(
@@ -137,9 +131,7 @@ def map_params(
     }
 
 
-def variable_names(
-    objects: Mapping[LeafName, PyTree],
-) -> dict[Path, LeafName]:
+def variable_names(objects: Mapping[LeafName, PyTree]) -> dict[Path, LeafName]:
     """Returns the names of the variables of NNX objects, by their paths in a tuple."""
     nnx = nnx_module()
     names, nodes = tuple(objects), tuple(objects.values())
@@ -156,12 +148,6 @@ def variable_names(
     return found
 
 
-def _holds_same(a: PyTree, b: PyTree) -> bool:
-    """Returns whether two trees of one structure hold the very same leaves."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x is y for x, y in pairs)
-
-
 def params_of(node: PyTree) -> PyTree:
     """Returns the state of an object's parameters."""
     return nnx_module().state(node, nnx_module().Param)
@@ -172,10 +158,7 @@ def without_variables(tree: PyTree) -> PyTree:
     nnx = nnx_module()
     if nnx is None:
         return tree
-
-    def is_variable(node: PyTree) -> bool:
-        return isinstance(node, nnx.Variable)
-
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return jax.tree.map(
         lambda node: node.get_raw_value() if is_variable(node) else node,
         tree,
@@ -322,13 +305,10 @@ def update(
     """Writes changed state back into the caller's objects."""
     nnx = nnx_module()
     if before is not None:
-        old = dict(nnx.to_flat_state(before))
-        changed = [
-            (path, variable)
-            for path, variable in nnx.to_flat_state(rest)
-            if not _holds_same(variable, old[path])
-        ]
-        rest = nnx.from_flat_state(changed)
+        ids = lambda variable: [*map(id, jax.tree.leaves(variable))]  # noqa: E731
+        old = {path: ids(x) for path, x in nnx.to_flat_state(before)}
+        new = [(path, x) for path, x in nnx.to_flat_state(rest) if ids(x) != old[path]]
+        rest = nnx.from_flat_state(new)
     nnx.update(tuple(objects.values()), rest)
 
 

@@ -1,8 +1,8 @@
 """Private names of JAX, Flax and Haiku, with what mpx loses without each; JAX's types.
 
 Any release may rename or remove such a name. It is reached only through `private`, so
-that a missing one turns one feature off, with one warning. A type of JAX is that of a
-value which a public function makes.
+that a missing one turns one feature off, with one warning. Names that are imported from
+`jax.core` and `jax.extend.core` are those that Equinox needs, too.
 """
 
 import contextlib
@@ -11,23 +11,25 @@ import pkgutil
 import sys
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
+from jax.core import Tracer as Tracer
+from jax.core import eval_jaxpr as eval_jaxpr
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
 
 from mpx._jax._warn import warn
 
 
 class Feature(NamedTuple):
-    """A part of mpx that needs private names, by module.
+    """A part of mpx that needs private names."""
 
-    `lost` is what happens without them, for the warning; empty if nothing is lost.
-    """
-
-    lost: str
-    modules: dict[str, str]
+    lost: str  # what happens without them, for the warning; "" if nothing
+    modules: dict[str, str]  # the names, by module
 
     @property
     def names(self) -> Iterator[str]:
@@ -44,8 +46,6 @@ _RULES = {
     "jax.interpreters.mlir": "lower_fun register_lowering",
 }
 FEATURES = {
-    "eval_jaxpr": Feature("", {"jax.core": "eval_jaxpr"}),
-    "jaxpr_as_fun": Feature("", {"jax.extend.core": "jaxpr_as_fun"}),
     "varying": Feature(
         "mpx cannot tell which values of a `jax.shard_map` differ between devices, and "
         "may be refused there; pass `check_vma=False`",
@@ -70,10 +70,7 @@ FEATURES = {
     ),
     "attention": Feature(
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
-        {
-            "jax._src.dispatch": "prim_requires_devices_during_lowering",
-            **_RULES,
-        },
+        {"jax._src.dispatch": "prim_requires_devices_during_lowering", **_RULES},
     ),
     "cudnn_checks": Feature(
         "attention is not lowered to cuDNN's kernel for a GPU that is not there",
@@ -163,14 +160,6 @@ def private(feature: str) -> Any:
 # --- Types ----------------------------------------------------------------------------
 
 _ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
-_example: Any = jax.make_jaxpr(lambda x: (lax.neg(x), 1.0))(_ARGUMENT)
-ClosedJaxpr: Any = type(_example)
-Jaxpr: Any = type(_example.jaxpr)
-if TYPE_CHECKING:
-    from jax.extend.core import Literal, Primitive
-else:
-    Literal = type(_example.jaxpr.outvars[1])
-    Primitive = type(_example.jaxpr.eqns[0].primitive)
 
 
 @functools.cache
@@ -182,12 +171,9 @@ def tracer_type(transform: str) -> type:
         seen.append(type(x))
         return x
 
-    calls = {"jit": see, "grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
+    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
     jax.eval_shape(calls[transform], _ARGUMENT)
     return seen[0]
-
-
-Tracer = tracer_type("jit").__mro__[1]  # the base of all of them
 
 
 @functools.cache
@@ -195,9 +181,6 @@ def unspecified_sharding() -> Any:
     """Returns what a jit equation holds for an argument without a sharding."""
     jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
     return jaxpr.eqns[0].params["in_shardings"][0]
-
-
-# --- Kernels --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

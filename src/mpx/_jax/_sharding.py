@@ -236,12 +236,6 @@ def sharded_as(x: Array, like: PyTree) -> Array:
     return _resharded(x, jax.typeof(like).sharding)
 
 
-def unsharded(x: Array) -> Array:
-    """Returns an array whose type says that each device has all of it."""
-    mesh = jax.typeof(x).sharding.mesh
-    return _resharded(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
-
-
 def _resharded(x: Array, sharding: PyTree) -> Array:
     if not has_explicit_axes(sharding.mesh) or jax.typeof(x).sharding == sharding:
         return x
