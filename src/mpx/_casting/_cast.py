@@ -39,8 +39,7 @@ R = TypeVar("R")
 def _keeps_its_dtypes(node: object) -> bool:
     """Returns whether casts pass by a node, with everything in it.
 
-    A class asks for it with the attribute `mpx_keeps_dtypes = True`: a loss scaling
-    inside a training state stays f32 when the state is cast.
+    A loss scaling inside a training state stays f32 when the state is cast.
     """
     return getattr(type(node), "mpx_keeps_dtypes", False) is True
 
@@ -131,6 +130,10 @@ def cast_to_float32(x: PyTree) -> PyTree:
     return cast_tree(x, jnp.float32)
 
 
+cast_to_full_precision = cast_to_float32
+"""The paper's name of `cast_to_float32`."""
+
+
 def cast_to_float16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
 
@@ -155,19 +158,6 @@ def cast_to_bfloat16(x: PyTree) -> PyTree:
         dtype(bfloat16)
     """
     return cast_tree(x, jnp.bfloat16)
-
-
-def cast_to_full_precision(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to f32; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
-
-    Examples:
-        >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
-        dtype('float32')
-    """
-    return cast_tree(x, jnp.float32)
 
 
 def cast_to_half_precision(x: PyTree) -> PyTree:
@@ -326,7 +316,7 @@ def call_in_full_precision(
     if return_dtype is None:
         with jax.numpy_dtype_promotion("standard"):
             return_dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
-    return _map_floats(lambda leaf: cast_leaf(leaf, return_dtype), out)
+    return _cast_floats(out, lambda _: return_dtype)
 
 
 def is_state_node(node: object) -> bool:
@@ -336,15 +326,14 @@ def is_state_node(node: object) -> bool:
 
 def widen_tree(tree: PyTree) -> PyTree:
     """Casts 16-bit floating leaves to f32 and leaves wider ones as they are."""
-    return _map_floats(lambda leaf: cast_leaf(leaf, at_least_f32(leaf.dtype)), tree)
+    return _cast_floats(tree, at_least_f32)
 
 
-def _map_floats(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: fn(leaf) if is_floating(leaf) else leaf,
-        tree,
-        is_leaf=is_state_node,
-    )
+def _cast_floats(tree: PyTree, choose: Callable[[np.dtype], np.dtype]) -> PyTree:
+    def cast(leaf: PyTree) -> PyTree:
+        return cast_leaf(leaf, choose(leaf.dtype)) if is_floating(leaf) else leaf
+
+    return jax.tree.map(cast, tree, is_leaf=is_state_node)
 
 
 def own_buffer(leaf: PyTree) -> PyTree:

@@ -132,6 +132,7 @@ _in_f32, _in_scope = make_jit_context(()), make_jit_context(())
 
 _lock = threading.Lock()
 _users: dict[type, int] = {}  # how many running functions replaced the call of a class
+_own_calls: dict[type, PyTree] = {}  # what these classes define, `None` if they inherit
 _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
 
 
@@ -157,6 +158,7 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
         for cls in classes:
             _users[cls] = _users.get(cls, 0) + 1
             if _users[cls] == 1:
+                _own_calls[cls] = vars(cls).get("__call__")
                 _replace_call(cls)
     try:
         with setting(types):
@@ -167,7 +169,10 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
                 _users[cls] -= 1
                 if _users[cls] == 0:
                     del _users[cls]
-                    _restore_call(cls)
+                    if (own := _own_calls.pop(cls)) is None:
+                        delattr(cls, "__call__")
+                    else:
+                        setattr(cls, "__call__", own)  # noqa: B010
 
 
 def _with_own_calls(types: tuple[type, ...]) -> list[type]:
@@ -193,9 +198,6 @@ def _has_call(cls: type) -> bool:
     return inspect.isfunction(getattr(cls, "__call__", None))  # noqa: B004
 
 
-_SAVED = "_mpx_saved_call"  # the class's own `__call__`, or `None` if it inherits one
-
-
 def _replace_call(cls: type) -> None:
     call = getattr(cls, "__call__")  # noqa: B004, B009
 
@@ -208,20 +210,8 @@ def _replace_call(cls: type) -> None:
             _running.called.add(type(self))
         if scope is not None:
             bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
-        return (
-            call_in_full_precision(bound, args, kwargs)
-            if in_f32
-            else bound(*args, **kwargs)
-        )
+        if in_f32:
+            return call_in_full_precision(bound, args, kwargs)
+        return bound(*args, **kwargs)
 
-    setattr(cls, _SAVED, vars(cls).get("__call__"))
     setattr(cls, "__call__", replacement)  # noqa: B010
-
-
-def _restore_call(cls: type) -> None:
-    own = vars(cls)[_SAVED]
-    delattr(cls, _SAVED)
-    if own is None:
-        delattr(cls, "__call__")
-    else:
-        setattr(cls, "__call__", own)  # noqa: B010

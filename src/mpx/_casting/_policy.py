@@ -94,16 +94,18 @@ class Policy:
             ValueError: If a dtype is not floating with at least 16 bits.
             TypeError: If `keep` holds anything but selectors.
         """
-        if isinstance(param_dtype, str) and _is_description(param_dtype):
+        name = param_dtype if isinstance(param_dtype, str) else ""
+        if "=" in name or name.strip() in PRECISIONS:
             raise ValueError(
                 f"`param_dtype` must be a dtype, but {param_dtype!r} is a whole policy. "
                 f"Use `mpx.get_policy({param_dtype!r})`."
             )
-        parse = parse_float_dtype
+        if isinstance(compute_dtype, str) and compute_dtype == "half":
+            compute_dtype = None
         values = {
-            "param_dtype": parse(param_dtype, "param_dtype"),
-            "compute_dtype": _parse_compute(compute_dtype),
-            "output_dtype": parse(output_dtype, "output_dtype"),
+            "param_dtype": parse_float_dtype(param_dtype, "param_dtype"),
+            "compute_dtype": _optional(compute_dtype, "compute_dtype"),
+            "output_dtype": parse_float_dtype(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
             "reduce_dtype": parse_reduce(reduce_dtype),
             "keep": parse_selectors(keep, "keep"),
@@ -116,17 +118,11 @@ class Policy:
 
         What `keep` holds, which are Python objects, is not part of it.
         """
-        compute = "half" if self.compute_dtype is None else self.compute_dtype
-        parts = {
-            "p": self.param_dtype,
-            "c": compute,
-            "o": self.output_dtype,
-            "g": self.grad_dtype,
-            "r": self.reduce_dtype,
-        }
+        dtypes = [self.param_dtype, self.compute_dtype or "half", self.output_dtype]
+        pairs = zip("pcogr", [*dtypes, self.grad_dtype, self.reduce_dtype], strict=True)
         return ",".join(
             f"{key}={dtype if isinstance(dtype, str) else short_name(dtype)}"
-            for key, dtype in parts.items()
+            for key, dtype in pairs
             if dtype is not None
         )
 
@@ -246,11 +242,6 @@ def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
     return None if dtype is None else parse_float_dtype(dtype, what)
 
 
-def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
-    is_half = isinstance(dtype, str) and dtype == "half"  # as in a policy's string
-    return None if is_half else _optional(dtype, "compute_dtype")
-
-
 _POLICY_KEYS = {
     key: f"{long.removesuffix('s')}_dtype"
     for long in ("params", "compute", "output", "grad", "reduce")
@@ -294,7 +285,10 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
             )
         return policy
     if not isinstance(policy, str):
-        raise TypeError(_not_a_policy(policy))
+        raise TypeError(
+            '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", '
+            f"but {policy!r} was given."
+        )
     text = policy.strip()
     if text in PRECISIONS:
         param, compute = PRECISIONS[text]
@@ -331,11 +325,6 @@ def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     return options
 
 
-def _is_description(text: str) -> bool:
-    """Returns whether a string is a whole policy, and not the name of a dtype."""
-    return "=" in text or text.strip() in PRECISIONS
-
-
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:
     """Returns the dtype, or `None` for "half", which a policy looks up when used."""
     if name == "half":
@@ -352,17 +341,4 @@ def _policy_dtype(name: str, policy: str) -> np.dtype | None:
 
 def as_policy(policy: "Policy | str | None") -> Policy:
     """Returns a policy from what a user may pass for one; `None` is half compute."""
-    if policy is None:
-        return Policy()
-    if isinstance(policy, str):
-        return get_policy(policy)
-    if not isinstance(policy, Policy):
-        raise TypeError(_not_a_policy(policy))
-    return policy
-
-
-def _not_a_policy(policy: object) -> str:
-    return (
-        '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
-        f"{policy!r} was given."
-    )
+    return Policy() if policy is None else get_policy(policy)

@@ -15,8 +15,7 @@ r"""Selectors: one way to name layers, parameters and operations.
   `mpx.inspect.report` lists it.
 
 A string or a type that selects nothing is an error that lists near names. A predicate may
-be false everywhere, except that a group of an optimizer must hold a parameter. Write
-`"norm|head"` where one of two names is enough.
+be false everywhere, except that a group of an optimizer must hold a parameter.
 """
 
 import difflib
