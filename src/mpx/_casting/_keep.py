@@ -39,8 +39,7 @@ def is_statistic(name: str) -> bool:
 def is_state(name: LeafName) -> bool:
     """Returns whether a leaf belongs to running statistics or other state.
 
-    State must not be rounded to half precision between steps: an average that moves by
-    less than half an ulp per step stands still.
+    Rounded to half precision, an average that moves by less than half an ulp stands still.
     """
     return is_statistic(f"{name}/") or any(
         issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
@@ -87,11 +86,7 @@ class Keep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Lets modules of the kept types run in f32 inside a `with` block.
-
-        Their inputs are widened, and their results come back in the widest dtype among
-        their floating inputs, as with `mpx.force_full_precision`.
-        """
+        """Lets modules of the kept types run as by `force_full_precision` inside."""
         types = (*self._selected.types, *self._always)
         outer, _running.called = _running.called, self._called
         try:

@@ -25,16 +25,13 @@ _F32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
-    """Dtypes of the values in a training step.
-
-    A policy is static: it is hashable, compares by value and can be an argument of
-    `jax.jit(..., static_argnums=...)`. It holds no arrays.
+    """Dtypes of the values in a training step: hashable, and without arrays.
 
     Attributes:
         param_dtype: The dtype in which parameters are stored.
         compute_dtype: The dtype of the forward and backward pass. `None` means the
-            configured half precision, looked up whenever the policy is used; in a
-            gradient function with `NoLossScaling` it means bf16 if none was configured.
+            configured half precision at the time of use; in a gradient function with
+            `NoLossScaling` it means bf16 if none was configured.
         output_dtype: The dtype in which results leave the model.
         grad_dtype: The dtype of the gradients that are returned. `None` means f32 for
             parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
@@ -50,11 +47,8 @@ class Policy:
     any name. An argument that is an array is kept by an expression for its whole name.
     Modules of a kept type *run* in f32, in the gradient functions and in `cast_function`:
     inputs are widened, and results come back in the widest dtype among the floating
-    inputs. That includes modules of Flax Linen and Haiku, whose parameters are in
-    dictionaries: keep those by their paths.
-
-    In a call of a gradient function a string or type that selects nothing is an error;
-    `cast_to_compute` and `cast_function` take any tree.
+    inputs. The parameters of Flax Linen and Haiku are in dictionaries: keep those by their
+    paths. In a gradient function a string or type that selects nothing is an error.
 
     Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
     variables other than parameters, and the layers `eqx.nn.BatchNorm`,
@@ -114,10 +108,7 @@ class Policy:
             object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
-        """Returns the string from which `get_policy` makes this policy.
-
-        What `keep` holds, which are Python objects, is not part of it.
-        """
+        """Returns the string from which `get_policy` makes this policy, without `keep`."""
         dtypes = [self.param_dtype, self.compute_dtype or "half", self.output_dtype]
         pairs = zip("pcogr", [*dtypes, self.grad_dtype, self.reduce_dtype], strict=True)
         return ",".join(
@@ -133,32 +124,19 @@ class Policy:
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `param_dtype`; `keep` does not apply.
 
-        Running statistics are never narrowed: `eqx.nn.State`, `batch_stats` of Flax
-        Linen and NNX variables other than `nnx.Param`. So a whole model can be made
-        bf16, with its parameters tied as before.
-
-        Examples:
-            >>> import jax.numpy as jnp
-            >>> variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
-            >>> low = Policy("bf16").cast_to_param(variables)
-            >>> low["params"].dtype, low["batch_stats"].dtype
-            (dtype(bfloat16), dtype('float32'))
+        Running statistics are never narrowed, so a whole model can be made bf16.
         """
         return _cast_beside_state(tree, self.param_dtype)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `output_dtype`; `keep` does not apply.
-
-        Running statistics are never narrowed; see `cast_to_param`.
-        """
+        """Casts floating leaves to `output_dtype`, as `cast_to_param` does."""
         return _cast_beside_state(tree, self.output_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `compute_dtype`, except what `keep` names.
 
-        The structure of the tree stays as it is. Kept modules run in f32 in the gradient
-        functions and in `cast_function`; a module that you call yourself has its kept
-        parameters in f32, and type promotion decides.
+        A kept module that you call yourself has its parameters in f32, and type promotion
+        decides; the gradient functions and `cast_function` run it in f32.
         """
         return self.keeping().cast(tree)
 
@@ -172,14 +150,6 @@ class Policy:
 
         Raises:
             ValueError: If `func` is under `amp` and the policy computes in another dtype.
-
-        Examples:
-            >>> import equinox as eqx
-            >>> import jax.numpy as jnp
-            >>> policy = Policy("f32", "bf16", "f32", keep=eqx.nn.LayerNorm)
-            >>> norm = eqx.nn.LayerNorm(2)
-            >>> policy.cast_function(lambda norm, x: norm(x))(norm, jnp.ones(2)).dtype
-            dtype('float32')
         """
 
         @functools.wraps(func)
@@ -259,7 +229,7 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
 
     The names of other frameworks are understood: `"bf16-mixed"`, `"mixed_bfloat16"`,
     `"16-mixed"` and `"mixed_float16"` store f32 and compute in 16 bits, `"bf16-true"` and
-    `"16-true"` are 16 bits throughout, like `"bf16"` and `"f16"` (or `"fp16"`) here.
+    `"16-true"` are 16 bits throughout.
 
     Args:
         policy: The description; `str` of a policy gives it back. A policy comes back

@@ -96,18 +96,13 @@ def shown(selector: Selector) -> str:
 
 
 class Matcher:
-    """Selectors at work in one call, which note what they select.
-
-    Attributes:
-        selectors: The selectors, in order.
-        kinds: The types of the nodes of the trees whose leaves were asked about.
-    """
+    """Selectors at work in one call, which note what they select."""
 
     def __init__(self, selectors: Sequence[Selector], what: str) -> None:
         """Prepares selectors that the user gave as the option `what`."""
         self.selectors = tuple(selectors)
         self._what, self._names = what, dict[str, None]()
-        self.kinds = dict[type, None]()
+        self.kinds = dict[type, None]()  # of the nodes around the leaves asked about
         self._idle = [s for s in selectors if isinstance(s, str | type)]
 
     @property
@@ -147,22 +142,11 @@ def check_selectors(
     named: Iterable[tuple[str, PyTree]],
     was_called: Callable[[type], bool] = lambda _: False,
 ) -> None:
-    """Raises for strings and types that select none of these leaves and scopes.
-
-    The arguments are those of `Matcher`, `Matcher.find` and `Matcher.check`.
-    """
+    """Raises for strings and types that select none of these leaves and scopes."""
     matcher = Matcher(tuple(selectors), what)
     for name, leaf in named:
         matcher.find(name, leaf)
     matcher.check(was_called)
-
-
-_MEANT = {
-    str: "Paths start inside the argument that holds a parameter, such as "
-    "`layers/0/norm/weight`, without the name of the argument.",
-    type: "No argument holds a node of this type, and none was called. Parameters in a "
-    "dictionary, as in Linen and Haiku, are selected by their paths.",
-}
 
 
 def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> ValueError:
@@ -173,9 +157,16 @@ def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> Valu
     wanted = re.sub(r"[^\w/.]", "", shown(selector))
     found = difflib.get_close_matches(wanted, parts, n=3)
     near = list(dict.fromkeys(parts[part] for part in found))
-    kind = str if isinstance(selector, str) else type
-    meant = _MEANT[kind]
-    if not isinstance(selector, str | type):
+    meant = (
+        "No argument holds a node of this type, and none was called. Parameters in a "
+        "dictionary, as in Linen and Haiku, are selected by their paths."
+    )
+    if isinstance(selector, str):
+        meant = (
+            "Paths start inside the argument that holds a parameter, such as "
+            "`layers/0/norm/weight`, without the name of the argument."
+        )
+    elif not isinstance(selector, type):
         near, meant = [], "The predicate is false for all of them."
     listed = f"Near names: {', '.join(map(repr, near))}."
     if not near:

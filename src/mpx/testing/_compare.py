@@ -12,7 +12,13 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._jax._formats import is_float_dtype
-from mpx._jax._tree import dtype_of, is_array, is_floating, named_leaves
+from mpx._jax._tree import (
+    dtype_of,
+    is_array,
+    is_floating,
+    map_with_name,
+    named_leaves,
+)
 
 
 def ulp_distance(a: Any, b: Any) -> np.ndarray:
@@ -76,17 +82,15 @@ def assert_trees_equal(a: PyTree, b: PyTree) -> None:
             f"structures differ: {jax.tree.structure(a)} against {jax.tree.structure(b)}"
         )
     for (name, x), (_, y) in zip(named_leaves(a), named_leaves(b), strict=True):
-        if dtype_of(x) is None and dtype_of(y) is None:
-            if x is not y and x != y:
-                raise AssertionError(f"`{name}` differs: {x!r} against {y!r}")
-        elif dtype_of(x) is None or dtype_of(y) is None or _bits(x) != _bits(y):
+        if x is not y and _bits(x) != _bits(y):
             raise AssertionError(f"`{name}` differs: {x!r} against {y!r}")
 
 
-def _bits(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.dtype, leaf.shape, None
-    dtype = leaf.dtype
+def _bits(leaf: Any) -> Any:
+    """Returns what equal leaves have in common: a leaf that is no array itself."""
+    dtype = dtype_of(leaf)
+    if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf if dtype is None else (dtype, leaf.shape)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
@@ -111,30 +115,29 @@ def inject_nonfinite(
         >>> inject_nonfinite({"w": jnp.ones(2), "step": 3}, jnp.inf, leaf="w")
         {'step': 3, 'w': Array([inf,  1.], dtype=float32)}
     """
-    places = {
-        place: name
-        for place, (name, x) in enumerate(named_leaves(tree))
+    found = {
+        name: x
+        for name, x in named_leaves(tree)
         if is_array(x) and is_floating(x) and x.size
     }
-    place = next((i for i, name in places.items() if leaf in (None, name)), None)
-    if place is None:
+    chosen = next(iter(found), None) if leaf is None else leaf
+    if chosen not in found:
         raise ValueError(
             f"There is no non-empty floating leaf{'' if leaf is None else f' `{leaf}`'} "
-            f"to plant {value} in; the tree has {list(places.values())}."
+            f"to plant {value} in; the tree has {list(found)}."
         )
-    flat, structure = jax.tree.flatten(tree)
-    size = flat[place].size
+    size = found[chosen].size
     if not -size <= index < size:
         raise ValueError(
-            f"`{places[place]}` has {size} numbers, so there is no number {index} in it."
+            f"`{chosen}` has {size} numbers, so there is no number {index} in it."
         )
-    flat[place] = _with_number(flat[place], index, value)
-    return jax.tree.unflatten(structure, flat)
 
+    def plant(name: str, x: Any) -> Any:
+        if name != chosen:
+            return x
+        place = np.zeros(x.shape, bool)
+        place.flat[index] = True
+        where = jnp.where if isinstance(x, jax.Array) else np.where
+        return where(place, np.asarray(value, x.dtype), x)
 
-def _with_number(x: Any, index: int, value: float) -> Any:
-    """Replaces one number; a NumPy array stays one, and sharding is kept."""
-    chosen = np.zeros(x.shape, bool)
-    chosen.flat[index] = True
-    where = jnp.where if isinstance(x, jax.Array) else np.where
-    return where(chosen, np.asarray(value, x.dtype), x)
+    return map_with_name(plant, tree)
