@@ -11,7 +11,7 @@ import pkgutil
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,112 +25,102 @@ from jax.extend.core import Primitive as Primitive
 from mpx._jax._warn import warn
 
 
-class Feature(NamedTuple):
-    """A part of mpx that needs private names."""
+class Feature:
+    """A part of mpx that needs private names, and what is lost without them, if anything.
 
-    lost: str  # what happens without them, for the warning; "" if nothing
-    modules: dict[str, str]  # the names, by module
+    The names are given by module, as in `"jax.core: name name"`.
+    """
 
-    @property
-    def names(self) -> Iterator[str]:
-        """The names as `module:name`."""
-        for module, names in self.modules.items():
-            yield from (f"{module}:{name}" for name in names.split())
+    def __init__(self, lost: str, *modules: str) -> None:
+        """Lists the names as `module:name`."""
+        self.lost = lost
+        parts = [text.partition(":") for text in modules]
+        self.names = [f"{x}:{name}" for x, _, names in parts for name in names.split()]
 
 
 # What a primitive of our own needs: derivatives, batching, lowering.
-_RULES = {
-    "jax.interpreters.ad": "Zero instantiate_zeros is_undefined_primal primitive_jvps "
+_RULES = (
+    "jax.interpreters.ad: Zero instantiate_zeros is_undefined_primal primitive_jvps "
     "primitive_transposes",
-    "jax.interpreters.batching": "primitive_batchers",
-    "jax.interpreters.mlir": "lower_fun register_lowering",
-}
+    "jax.interpreters.batching: primitive_batchers",
+    "jax.interpreters.mlir: lower_fun register_lowering",
+)
 FEATURES = {
     "varying": Feature(
         "mpx cannot tell which values of a `jax.shard_map` differ between devices, and "
         "may be refused there; pass `check_vma=False`",
-        {"jax.core": "ShapedArray.manual_axis_type"},
+        "jax.core: ShapedArray.manual_axis_type",
     ),
     "scopes": Feature(
         "`jax.named_scope`s around a call of `amp` are not seen, and its operations have "
         "no source lines",
-        {"jax.extend.source_info_util": "current_name_stack user_context"},
+        "jax.extend.source_info_util: current_name_stack user_context",
     ),
     "source": Feature(
         "reports show no source lines, and rules for functions have no effect",
-        {"jax._src.source_info_util": "user_frames"},
+        "jax._src.source_info_util: user_frames",
     ),
     "trace_state": Feature(
         "`amp` outside `jit` rewrites jitted functions anew on each call",
-        {"jax._src.core": "trace_state_clean"},
+        "jax._src.core: trace_state_clean",
     ),
     "primitive_names": Feature(
         "rules can name the primitives of `jax.lax` only; pass others as objects",
-        {"jax._src.interpreters.mlir": "_lowerings _platform_specific_lowerings"},
+        "jax._src.interpreters.mlir: _lowerings _platform_specific_lowerings",
     ),
     "attention": Feature(
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
-        {"jax._src.dispatch": "prim_requires_devices_during_lowering", **_RULES},
+        "jax._src.dispatch: prim_requires_devices_during_lowering",
+        *_RULES,
     ),
     "cudnn_checks": Feature(
         "attention is not lowered to cuDNN's kernel for a GPU that is not there",
-        {
-            "jax._src.cudnn.fused_attention_stablehlo": "check_cudnn_version "
-            "check_compute_capability",
-        },
+        "jax._src.cudnn.fused_attention_stablehlo: check_cudnn_version "
+        "check_compute_capability",
     ),
-    "topology": Feature("", {"jax.experimental.topologies": "get_topology_desc"}),
+    "topology": Feature("", "jax.experimental.topologies: get_topology_desc"),
     "kernels": Feature(
         "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
         "Triton kernels",
-        {
-            "jax.experimental.custom_partitioning": "custom_partitioning",
-            "jax.experimental.pallas": "ds no_block_spec pallas_call program_id",
-            "jax.experimental.pallas.triton": "CompilerParams elementwise_inline_asm "
-            "load store",
-        },
+        "jax.experimental.custom_partitioning: custom_partitioning",
+        "jax.experimental.pallas: ds no_block_spec pallas_call program_id",
+        "jax.experimental.pallas.triton: CompilerParams elementwise_inline_asm load store",
     ),
     "matmul_grads": Feature(
         "gradients under automatic sharding are summed over devices in the compute dtype",
-        _RULES,
+        *_RULES,
     ),
     "grouped": Feature(
         "ragged matmuls compute every group for every row instead of in a grouped kernel",
-        {
-            "jax.experimental.pallas": "ds multiple_of run_scoped when",
-            "jax.experimental.pallas.mosaic_gpu": "ACC BlockSpec CompilerParams Layout "
-            "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
-            "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
-            **_RULES,
-        },
+        "jax.experimental.pallas: ds multiple_of run_scoped when",
+        "jax.experimental.pallas.mosaic_gpu: ACC BlockSpec CompilerParams Layout "
+        "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
+        "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
+        *_RULES,
     ),
     "cross_entropy": Feature(
         "JAX differentiates `mpx.linear_cross_entropy`, which takes twice as long",
-        _RULES,
+        *_RULES,
     ),
     "exchange": Feature(
         "`python -m mpx doctor --cluster` cannot compare processes",
-        {"jax.experimental.multihost_utils": "process_allgather"},
+        "jax.experimental.multihost_utils: process_allgather",
     ),
     "linen_variables": Feature(
         "`amp` does not notice that a function changes variables of a Linen model that "
         "it closes over",
-        {"flax.linen.module": "_context"},
+        "flax.linen.module: _context",
     ),
     "linen": Feature(
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
-        {
-            "flax.core.lift": "pack",
-            "flax.linen.transforms": "lift_direct_transform",
-        },
+        "flax.core.lift: pack",
+        "flax.linen.transforms: lift_direct_transform",
     ),
     "haiku": Feature(
         "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
-        {
-            "haiku._src.base": "push_jax_trace_level",
-            "haiku._src.stateful": "difference internal_state "
-            "temporary_internal_state update_internal_state",
-        },
+        "haiku._src.base: push_jax_trace_level",
+        "haiku._src.stateful: difference internal_state temporary_internal_state "
+        "update_internal_state",
     ),
 }
 

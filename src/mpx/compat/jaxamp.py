@@ -41,21 +41,13 @@ from mpx._scaling._loss_scaling import LARGEST_SCALE, StaticLossScaling
 
 
 class DynamicScalerState(NamedTuple):
-    """jaxamp's scaler: a named tuple of numbers or arrays.
+    """jaxamp's scaler: a named tuple of numbers or arrays."""
 
-    Attributes:
-        patience: Finite steps before the step that grows the scale.
-        adjust_factor: What growth multiplies and backoff divides by.
-        scaler: The scale.
-        count: Finite steps since the last change.
-        total_resets: Non-finite steps in total.
-    """
-
-    patience: PyTree = 2000
-    adjust_factor: PyTree = 2.0
+    patience: PyTree = 2000  # finite steps before the step that grows the scale
+    adjust_factor: PyTree = 2.0  # what growth multiplies and backoff divides by
     scaler: PyTree = 2.0**15
-    count: PyTree = 0
-    total_resets: PyTree = 0
+    count: PyTree = 0  # finite steps since the last change
+    total_resets: PyTree = 0  # non-finite steps
 
 
 # One example in the README of jaxamp calls it so.
@@ -98,12 +90,8 @@ def dynamic_scale_tx(
 ) -> Callable[..., PyTree]:
     """Gives a transformation such as `jax.grad` dynamic loss scaling.
 
-    Args:
-        transform: The transformation.
-        redo_on_nan: How often to repeat with a smaller scale.
-        unscale_fn: `(results, state) -> results`, undoes the scaling.
-        scale_fn: `(result, state) -> result`, scales what the function returned.
-        check_fn: `results -> tree`, returns what must be finite.
+    It is repeated up to `redo_on_nan` times, each with a smaller scale, until what
+    `check_fn` returns of the results is finite.
     """
 
     def scaled_transform(
@@ -159,11 +147,9 @@ def dynamic_scale_value_and_grad(
 
     def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
         value, grads = results
-        if has_aux:
-            value = (default_unscale_fn(value[0], state), value[1])
-        else:
-            value = default_unscale_fn(value, state)
-        return value, default_unscale_fn(grads, state)
+        (loss, *aux) = value if has_aux else (value,)
+        loss = default_unscale_fn(loss, state)
+        return (loss, *aux) if has_aux else loss, default_unscale_fn(grads, state)
 
     tx = dynamic_scale_tx(
         eqx.filter_value_and_grad if filter else jax.value_and_grad,
@@ -270,10 +256,8 @@ _RULES = {
 def _as_policy(amp_policy: Mapping[PyTree, Callable[..., Changed]]) -> AmpRules:
     rules = {key: _RULES.get(value, value) for key, value in amp_policy.items()}
     scopes = {key: rule for key, rule in rules.items() if type(key) is str}
-    if "amp_stop" in scopes:
-        scopes.setdefault(
-            "amp_step", scopes["amp_stop"]
-        )  # as jaxamp's README prints it
+    if "amp_stop" in scopes:  # jaxamp's README prints it as `amp_step`
+        scopes.setdefault("amp_step", scopes["amp_stop"])
     listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
     # Besides being a scope, it is the rule of what is not listed.
     default = rules.get("amp_default", Rule.ORIGINAL)
@@ -290,13 +274,9 @@ def amp(
 ) -> Callable[..., PyTree]:
     """Runs a function in mixed precision by a dictionary of precision functions.
 
-    Args:
-        fn: The function. Leave it out to use `amp` as a decorator with arguments.
-        compute_dtype: The low dtype.
-        amp_policy: From primitives such as `jax.lax.add_p`, and from names of
-            `jax.named_scope`, to functions `(compute_dtype, original_dtypes, *invars,
-            **bind_params) -> invars, bind_params`. The outermost scope that is listed
-            wins, before all primitives; what is not listed runs at its original
-            precision.
+    `amp_policy` leads from primitives such as `jax.lax.add_p`, and from names of
+    `jax.named_scope`, to functions `(compute_dtype, original_dtypes, *invars,
+    **bind_params) -> invars, bind_params`. The outermost scope that is listed wins, before
+    all primitives; what is not listed runs at its original precision.
     """
     return _amp(fn, compute_dtype, rules=_as_policy(amp_policy))
