@@ -540,15 +540,6 @@ BREAKS = [
         "checkpoint",
         "taken_off",
     ),
-    # --- testing ----------------------------------------------------------------------
-    Break(
-        "negative numbers are ordered like positive ones",
-        "testing",
-        "np.where(bits >= sign, sign - bits, bits)",
-        "bits",
-        "testing",
-        "distance",
-    ),
     # --- compat -----------------------------------------------------------------------
     Break(
         "the overflow of jaxamp goes unseen",

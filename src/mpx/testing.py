@@ -1,4 +1,4 @@
-"""Faults that are planted into a computation: data, not code, so that nothing recompiles."""
+"""Comparison of trees, and faults that are planted into a computation, for tests."""
 # jaxtyping's `PyTree` is unknown to pyright:
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -31,6 +31,42 @@ Kind = Literal["nan", "inf", "-inf", "huge", "flip"]
 _KINDS: tuple[str, ...] = get_args(Kind)
 _FLIP = _KINDS.index("flip")
 _EVERY = -1
+
+
+def assert_trees_equal(a: PyTree, b: PyTree) -> None:
+    """Raises unless two pytrees agree in structure, dtypes, shapes and every bit.
+
+    NaNs with the same bits are equal, 0 and -0 are not. Leaves that are no arrays are
+    compared with `==`.
+
+    Args:
+        a: A pytree.
+        b: Another.
+
+    Raises:
+        AssertionError: With the name of the first leaf that differs.
+
+    Examples:
+        >>> assert_trees_equal({"w": np.zeros(2)}, {"w": np.zeros(2)})
+    """
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        raise AssertionError(
+            f"structures differ: {jax.tree.structure(a)} against {jax.tree.structure(b)}"
+        )
+    for (name, x), (_, y) in zip(named_leaves(a), named_leaves(b), strict=True):
+        if x is not y and _bits(x) != _bits(y):
+            raise AssertionError(f"`{name}` differs: {x!r} against {y!r}")
+
+
+def _bits(leaf: Any) -> Any:
+    """Returns what equal leaves have in common: a leaf that is no array itself."""
+    dtype = dtype_of(leaf)
+    if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf if dtype is None else (dtype, leaf.shape)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    return dtype, array.shape, array.tobytes()
 
 
 class Fault(eqx.Module):
