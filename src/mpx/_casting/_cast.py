@@ -37,10 +37,7 @@ R = TypeVar("R")
 
 
 def _keeps_its_dtypes(node: object) -> bool:
-    """Returns whether casts pass by a node, with everything in it.
-
-    A loss scaling inside a training state stays f32 when the state is cast.
-    """
+    """Returns whether casts pass by a node, as by a loss scaling."""
     return getattr(type(node), "mpx_keeps_dtypes", False) is True
 
 

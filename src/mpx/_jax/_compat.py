@@ -53,11 +53,7 @@ def nothing_is_traced() -> bool:
 
 
 def unpacking_targets() -> int | None:
-    """Returns into how many variables the caller of a method unpacks its object.
-
-    It is for the `__iter__` of a tuple: `a, b = object` calls that, and Python's own error
-    would only count. `None` if the object is iterated over in any other way.
-    """
+    """Returns how many variables `a, b = object`, which calls `__iter__`, has."""
     frame = sys._getframe(2)
     operation, count = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
     return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
@@ -80,9 +76,9 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Marks `x` as differing between the devices of manual mesh axes.
 
-    Under `jax.shard_map` the derivative with respect to a replicated value is summed
-    over the devices behind the caller's back. A varying value keeps its derivative
-    local. For the axis of a `vmap` nothing is tracked and `x` comes back.
+    Under `jax.shard_map` the derivative with respect to a replicated value would be
+    summed over the devices. For the axis of a `vmap` nothing is tracked and `x` comes
+    back.
     """
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     tracked = varying_axes(jax.typeof(x))
@@ -126,10 +122,7 @@ def zeros_of(struct: Any) -> jax.Array:
 
 
 def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
-    """Returns an identity function that raises `message` when it is differentiated.
-
-    It is for derivatives that JAX would compute wrongly without a warning.
-    """
+    """Returns an identity that raises where JAX would differentiate wrongly."""
 
     @jax.custom_jvp
     def same(tree: PyTree) -> PyTree:
@@ -155,10 +148,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def hi_jaxpr(eqn: Any) -> Any:
-    """Returns what a high-level primitive of JAX 0.12 computes, as a closed jaxpr.
-
-    `None` if the equation is none, or this version of JAX describes it in another way.
-    """
+    """Returns the jaxpr of a high-level primitive of JAX 0.12; else `None`."""
     primitive = eqn.params.get("_prim")
     if eqn.primitive.name != "call_hi_primitive" or not hasattr(primitive, "expand"):
         return None
@@ -218,8 +208,7 @@ def as_function(jaxpr: Any) -> Any:
 def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Runs one equation unchanged, in the scopes of `source_context`.
 
-    It goes through a jaxpr of one equation, because how parameters turn into arguments
-    of `bind` is private and changes.
+    How its parameters turn into arguments of `bind` is private, and changes.
     """
     if _traced_once(eqn.primitive, eqn.params, args) is not None:
         return bind(eqn, args)
@@ -355,10 +344,7 @@ def primitive_name(eqn: Any) -> str:
 
 
 def linear_program(vjp: Any, count: int) -> tuple[Any, list[Any]] | None:
-    """Returns the jaxpr that a function of `jax.vjp` transposes, and its arguments.
-
-    It is the derivative as a linear program, which exists already and costs no trace.
-    """
+    """Returns the linear jaxpr that a `jax.vjp` function transposes, and arguments."""
     jaxpr = getattr(vjp, "jaxpr", None)
     if not isinstance(jaxpr, JAXPRS):
         return None

@@ -54,11 +54,10 @@ def cuda_capability() -> tuple[int, int] | None:
 
 
 def gpu_capability() -> tuple[int, int] | str | None:
-    """Returns the compute capability of the GPU to compile for.
+    """Returns the compute capability of the GPU to compile for, `(9, 0)` for an H200.
 
-    It is `(9, 0)` for an H200, and the name of the architecture on GPUs of other makers.
-    Where there is no GPU, it is that of the mesh in use, if that describes GPUs, and else
-    `None`.
+    It is the name of the architecture on GPUs of other makers. Where there is no GPU,
+    it is that of the mesh in use, if that describes GPUs, and else `None`.
     """
     if _assumed.value is not None:
         return _assumed.value

@@ -14,24 +14,15 @@ class Format:
 
     A value is `(-1)**sign * 2**e * (1 + m / 2**mantissa)`; the spacing of the numbers
     in `[1, 2)` is `eps = 2**-mantissa`.
-
-    Attributes:
-        name: The short name used in messages and policies.
-        bits: The significant bits: 19 for tf32, which is stored in 32.
-        exponent: The number of exponent bits.
-        mantissa: The number of explicitly stored mantissa bits.
-        max: The largest finite number.
-        tiny: The smallest positive normal number.
-        smallest: The smallest positive subnormal number.
     """
 
     name: str
-    bits: int
-    exponent: int
-    mantissa: int
-    max: float
-    tiny: float
-    smallest: float
+    bits: int  # significant ones: 19 for tf32, which is stored in 32
+    exponent: int  # the number of exponent bits
+    mantissa: int  # the number of explicitly stored mantissa bits
+    max: float  # the largest finite number
+    tiny: float  # the smallest positive normal number
+    smallest: float  # the smallest positive subnormal number
 
     @property
     def eps(self) -> float:
@@ -117,8 +108,8 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 def is_float_dtype(dtype: np.dtype) -> bool:
     """Returns whether mpx casts numbers of this dtype: real floating with at least 16 bits.
 
-    The 8-bit and narrower formats are storage for quantised values, whose meaning lies
-    in a scale kept elsewhere: casting them would destroy it.
+    Narrower formats store quantised values, whose meaning lies in a scale kept
+    elsewhere.
     """
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
 

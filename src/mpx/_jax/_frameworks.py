@@ -48,10 +48,7 @@ def call_linen(
     kwargs: dict[str, PyTree],
     run: Callable[..., tuple[PyTree, PyTree]],
 ) -> PyTree:
-    """Calls a method of a Linen module as a pure function of its variables.
-
-    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
-    """
+    """Calls a Linen method by `run(pure, variables, rngs, args, kwargs)`."""
     flax, (method, args) = private("linen"), call
     if flax is None:
         return method(*args, **kwargs)
@@ -133,10 +130,7 @@ def call_haiku(
     kwargs: dict[str, PyTree],
     run: Callable[..., tuple[PyTree, PyTree]],
 ) -> PyTree:
-    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
-
-    `run(pure, variables, func, args, kwargs)` calls the pure function.
-    """
+    """Calls a Haiku function by `run(pure, variables, func, args, kwargs)`."""
     haiku = private("haiku")
     if haiku is None:
         return func(*args, **kwargs)

@@ -26,10 +26,7 @@ from mpx._jax._warn import warn
 
 
 class Feature:
-    """A part of mpx that needs private names, and what is lost without them, if anything.
-
-    The names are given by module, as in `"jax.core: name name"`.
-    """
+    """A part of mpx that needs private names, and what is lost without."""
 
     def __init__(self, lost: str, *modules: str) -> None:
         """Lists the names as `module:name`."""
@@ -127,10 +124,7 @@ FEATURES = {
 
 @functools.cache
 def private(feature: str) -> Any:
-    """Returns the names of a feature as attributes, or `None` if one is missing.
-
-    A missing name warns once per process, where something is lost.
-    """
+    """Returns the names of a feature; `None`, with a warning, if one is missing."""
     lost, found = FEATURES[feature].lost, {}
     for name in FEATURES[feature].names:
         try:
@@ -175,10 +169,7 @@ def unspecified_sharding() -> Any:
 
 @contextlib.contextmanager
 def assumed_cudnn(version: int) -> Iterator[None]:
-    """Lets JAX lower cuDNN's attention where there is no GPU that could be asked.
-
-    It holds for all threads.
-    """
+    """Lets JAX lower cuDNN's attention without a GPU to ask, in all threads."""
     from unittest import mock
 
     names = private("cudnn_checks")

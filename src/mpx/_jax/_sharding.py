@@ -182,11 +182,7 @@ def may_cut_groups(x: Array, group: int) -> bool:
 
 
 def whole_groups(x: Array, group: int) -> Array:
-    """Reshards an array if its shards end within a group of the last axis.
-
-    With automatic axes the compiler does so. With explicit axes the sharding is part of
-    the type, and an axis cannot be split into groups that are cut.
-    """
+    """Reshards an array of explicit axes if its shards end within a group."""
     sharding = jax.typeof(x).sharding
     whole = uncut(sharding, x.shape, group)
     return x if whole is sharding else jax.sharding.reshard(x, whole)
@@ -251,10 +247,9 @@ def over_shards(
     whole: Sequence[str],
     **sizes: int,
 ) -> PyTree:
-    """Calls a function on each device with its shards of the arguments.
+    """Calls a kernel, which XLA cannot partition, on each device with its shards.
 
-    It is for kernels, which XLA cannot partition: nothing is communicated, except to
-    bring the arguments into their layout. See `reason_against_shards`.
+    Nothing is communicated, except to bring the arguments into their layout.
     """
     mesh = jax.typeof(like).sharding.mesh
     if mesh.are_all_axes_manual or not like.ndim:

@@ -33,10 +33,8 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
     The weights are the master weights. The state of a compressed optimizer becomes what
     optax keeps for the same rule, with moments in f32: `ScaleByAdamState`,
     `ScaleByLionState`, or a pair of `TraceState` and `ScaleByScheduleState` for gradient
-    descent. `master_weights` is taken off the optimizer that it wraps. What is already
-    f32, and every other part of the state, comes back as it is.
-
-    Everything is exact: nothing is lost but the compression.
+    descent. `master_weights` is taken off the optimizer that it wraps. Everything else
+    comes back as it is. Nothing is lost but the compression.
 
     Args:
         params: The parameters, or a whole model.
@@ -74,9 +72,8 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
 def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> Stepped:
     """Puts f32 weights and moments into parameters and state of another kind.
 
-    It undoes `to_f32`, and lets a run go on with compressed states that began in f32.
-    Weights are stored as exactly as the format can; moments are rounded to the nearest
-    code, which is an error of at most half a step of their format.
+    It undoes `to_f32`, and lets a run that began in f32 go on with compressed states.
+    Moments are rounded to the nearest code: an error of at most half a step of their format.
 
     Args:
         params: The f32 weights: a tree like the parameters.

@@ -133,9 +133,8 @@ def placed(array: PyTree, sharding: PyTree) -> jax.Array:
 def stored_type(template: PyTree) -> jax.ShapeDtypeStruct:
     """Returns dtype and shape of the array that is stored for a leaf, and its sharding.
 
-    The sharding is `None` for NumPy arrays and for arrays that are not committed to
-    devices: a restored array must not be, either, or it could not be used beside arrays
-    on other devices.
+    That is `None` for arrays that are not committed to devices: a restored array must
+    not be, either, or it could not be used beside arrays on other devices.
     """
     sharding = getattr(template, "sharding", None)
     if not getattr(template, "committed", True):

@@ -38,18 +38,11 @@ _REMEDY = (
 
 
 class Leaf(NamedTuple):
-    """What a leaf is, as a checkpoint records it.
+    """What a leaf is, as a checkpoint records it."""
 
-    Attributes:
-        dtype: The name of a dtype such as `bfloat16` or `key<fry>`, or `int` and the like
-            for a Python scalar.
-        shape: The shape; `None` for a Python scalar.
-        value: The value of a Python scalar, or the checksum of an array.
-    """
-
-    dtype: str
-    shape: tuple[int, ...] | None
-    value: PyTree = 0
+    dtype: str  # such as `bfloat16` or `key<fry>`; `int` and the like for a number
+    shape: tuple[int, ...] | None  # `None` for a Python number
+    value: PyTree = 0  # that of a Python number, or the checksum of an array
 
     @property
     def shown(self) -> str:
@@ -111,15 +104,10 @@ def _described(leaf: PyTree) -> Leaf | None:
 
 
 class Manifest(NamedTuple):
-    """The record of a checkpoint.
+    """The record of a checkpoint."""
 
-    Attributes:
-        leaves: What each leaf is, by name. Static leaves are not among them.
-        nodes: What each loss scaling and each state of a compressed optimizer is, by name:
-            their leaves would mean something else in another one.
-    """
-
-    leaves: dict[str, Leaf]
+    leaves: dict[str, Leaf]  # by name, without static ones
+    # Loss scalings and compressed states: the leaves of another one mean something else.
     nodes: dict[str, str]
 
     @classmethod
@@ -147,33 +135,27 @@ class Manifest(NamedTuple):
     @classmethod
     def from_json(cls, record: PyTree, where: str) -> "Manifest":
         """Reads a record; raises if it is of another version, or damaged."""
-        try:
-            rest = {key: value for key, value in record.items() if key != "checksum"}
-            if rest["format"] != FORMAT:
-                raise ValueError(
-                    f"The checkpoint {where} has the format {rest['format']}, but mpx "
-                    f"{__version__} reads the format {FORMAT}. Install the version of mpx "
-                    "that wrote it."
-                )
-            if record["checksum"] != _checksum(rest):
-                raise damaged(where, "its record, `mpx/metadata`, was changed")
-            leaves = {name: Leaf(**leaf) for name, leaf in rest["leaves"].items()}
-            for name, leaf in leaves.items():
-                if leaf.shape is not None:
-                    leaves[name] = leaf._replace(shape=tuple(leaf.shape))
-            return cls(leaves, rest["nodes"])
-        except (AttributeError, KeyError, TypeError) as error:
-            raise damaged(
-                where, f"its record, `mpx/metadata`, is incomplete: {error!r}"
-            ) from error
+        rest = dict(record)
+        checksum = rest.pop("checksum", None)
+        if (version := rest.get("format", FORMAT)) != FORMAT:
+            raise ValueError(
+                f"The checkpoint {where} has the format {version}, but mpx {__version__} "
+                f"reads the format {FORMAT}. Install the version of mpx that wrote it."
+            )
+        if checksum != _checksum(rest):
+            raise damaged(where, "its record, `mpx/metadata`, was changed")
+        leaves = {name: Leaf(**leaf) for name, leaf in rest["leaves"].items()}
+        for name, leaf in leaves.items():
+            if leaf.shape is not None:
+                leaves[name] = leaf._replace(shape=tuple(leaf.shape))
+        return cls(leaves, rest["nodes"])
 
     def check(
         self, template: "Manifest", where: str, fields: set[str], *, partial: bool
     ) -> None:
         """Raises unless a template has what this checkpoint has; names the differences.
 
-        `fields` are the leaves that configure modules and whose values must agree, too.
-        `partial` allows more than the template has.
+        The values of the numbers in `fields` must agree, too.
         """
         names = dict.fromkeys([*template.nodes, *template.leaves])
         if not partial:

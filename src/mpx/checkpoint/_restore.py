@@ -38,10 +38,7 @@ T = TypeVar("T")
 
 
 def reader(path: Folder, options: Mapping[str, object]) -> Manager:
-    """Returns a manager that writes, makes and removes nothing: another one may write.
-
-    `read_only=True` does the same, but logs three warnings.
-    """
+    """Returns a manager that changes nothing (`read_only` logs warnings)."""
     options = {name: x for name, x in options.items() if name != "async_options"}
     return while_others_write(
         lambda: manager(
@@ -101,14 +98,11 @@ def restore(
 ) -> PyTree:
     """Restores a training state that `save` or a `Checkpointer` saved.
 
-    The template tells the structure and where arrays are to lie: each array gets the
-    sharding that it has in the template, so a run can go on with another number of
-    devices or another layout. A template is a freshly made state, or one of
-    `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. Functions,
-    strings and static fields come from the template.
-
-    A Python number and an array of no axes may stand for each other: a step count begins as
-    a number and comes out of `jit` as an array. An array is restored as it was saved.
+    Each array gets the sharding that it has in the template, so a run can go on with
+    another number of devices or another layout. A template is a freshly made state, or one
+    of `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it.
+    Functions, strings and static fields come from it. A Python number and an array of no
+    axes may stand for each other; an array is restored as it was saved.
 
     Args:
         path: The folder of the run.
@@ -127,9 +121,7 @@ def restore(
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
-        ImportError: If Orbax is not installed.
-        ValueError: If the checkpoint does not fit the template: every leaf that is
-            missing, not expected, or of another shape or dtype is named. If the checkpoint
+        ValueError: If the checkpoint does not fit the template (the leaves are named), or
             is damaged: each array is compared with the checksum that was saved with it.
 
     Examples:
