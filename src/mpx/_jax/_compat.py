@@ -81,17 +81,14 @@ def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     back.
     """
     mapped = jax.sharding.get_abstract_mesh().manual_axes
-    tracked = varying_axes(jax.typeof(x))
-    missing = tuple(
-        name for name in axis_names if name in mapped and name not in tracked
-    )
+    names = set(axis_names) & set(mapped) - varying_axes(jax.typeof(x))
+    missing = tuple(name for name in axis_names if name in names)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_like(x: Any, struct: Any) -> Any:
     """Marks `x` as differing between devices where `struct` says its successor does."""
-    names = varying_axes(struct)
-    return as_varying(x, tuple(sorted(names))) if names else x
+    return as_varying(x, sorted(varying_axes(struct)))
 
 
 def as_unvarying(x: jax.Array) -> jax.Array:
@@ -184,14 +181,9 @@ def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     body, consts = open_jaxpr(jaxpr)
     if not consts:
         return body, ()
-    return Jaxpr(
-        constvars=(),
-        invars=[*body.constvars, *body.invars],
-        outvars=body.outvars,
-        eqns=body.eqns,
-        effects=body.effects,
-        debug_info=body.debug_info.with_unknown_names(),
-    ), consts
+    invars = [*body.constvars, *body.invars]
+    info = body.debug_info.with_unknown_names()
+    return Jaxpr((), invars, body.outvars, body.eqns, body.effects, info), consts
 
 
 @functools.cache
@@ -212,10 +204,8 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """
     if _traced_once(eqn.primitive, eqn.params, args) is not None:
         return bind(eqn, args)
-    inputs: dict[Any, Any] = {}
-    for var, arg in zip(eqn.invars, args, strict=True):
-        if not isinstance(var, Literal):
-            inputs[var] = arg
+    pairs = zip(eqn.invars, args, strict=True)
+    inputs = {var: arg for var, arg in pairs if not isinstance(var, Literal)}
     info = eqn.source_info
     # Or its scopes would count twice.
     eqn = eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)()))
@@ -258,11 +248,7 @@ def _traced_once(
     Under `jax.grad`, JAX linearizes each primitive anew, in 0.3 to 0.8 ms, but a jitted
     function, as `jnp.add` is one, only once for the same types. It is inlined.
     """
-    kind = tracer_type("grad")
-    for x in args:
-        if isinstance(x, kind):
-            break
-    else:
+    if tracer_type("grad") not in map(type, args):
         return None
     for name, value in params.items():
         if callable(value) or isinstance(value, JAXPRS) or name == "branches":
@@ -332,10 +318,10 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of `lax.scan` that made a scan equation."""
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    names = ["length", "reverse", "unroll"]
     if params.get("_split_transpose"):  # private, but then the user has passed it
-        options["_split_transpose"] = True
-    return options
+        names.append("_split_transpose")
+    return {name: params[name] for name in names}
 
 
 def primitive_name(eqn: Any) -> str:
@@ -380,12 +366,9 @@ def bind_jit(
     eqn: Any, args: Sequence[Any], more: Sequence[Any], jaxpr: Any
 ) -> list[Any]:
     """Runs a jit equation with another jaxpr, which takes more inputs than before."""
-    count, unspecified = len(more), unspecified_sharding()
-    changes = {
-        "in_shardings": (*eqn.params["in_shardings"], *[unspecified] * count),
-        "in_layouts": (*eqn.params["in_layouts"], *[None] * count),
-        "donated_invars": (*eqn.params["donated_invars"], *[False] * count),
-    }
+    new = {"in_shardings": unspecified_sharding(), "in_layouts": None}
+    new["donated_invars"] = False
+    changes = {key: (*eqn.params[key], *[x] * len(more)) for key, x in new.items()}
     return bind(eqn, [*args, *more], jaxpr=jaxpr, **changes)
 
 

@@ -124,9 +124,9 @@ def map_params(
     fn: Callable[[LeafName, PyTree], PyTree],
 ) -> dict[LeafName, PyTree]:
     """Maps the floating arrays of parameters that were split off NNX objects."""
-    names, owners = variable_names(objects), tuple(objects)
+    names, places = variable_names(objects), {x: i for i, x in enumerate(objects)}
     return {
-        owner: _map_state(state, names, fn, (owners.index(owner),))
+        owner: _map_state(state, names, fn, (places[owner],))
         for owner, state in params.items()
     }
 
@@ -185,18 +185,15 @@ def split(
     _check_sharing(objects, differentiated)
     nnx, names = nnx_module(), tuple(objects)
 
-    def params_at(position: int) -> PyTree:
-        return lambda path, value: path[0] == position and isinstance(value, nnx.Param)
+    def is_param(path: Path, value: PyTree) -> bool:
+        return names[path[0]] in differentiated and isinstance(value, nnx.Param)
 
-    filters = [params_at(names.index(name)) for name in differentiated]
-    graphdef, *states = nnx.split(tuple(objects.values()), *filters, ...)
-    params = {
-        name: nnx.from_flat_state(
-            [(path[1:], leaf) for path, leaf in nnx.to_flat_state(state)]
-        )
-        for name, state in zip(differentiated, states[:-1], strict=True)
-    }
-    return Objects(names, graphdef, params, states[-1])
+    graphdef, state, rest = nnx.split(tuple(objects.values()), is_param, ...)
+    flat = {name: [] for name in differentiated}
+    for (position, *path), variable in nnx.to_flat_state(state):
+        flat[names[position]].append((tuple(path), variable))
+    params = {name: nnx.from_flat_state(found) for name, found in flat.items()}
+    return Objects(names, graphdef, params, rest)
 
 
 def _check_sharing(
@@ -232,9 +229,8 @@ def merge(
     nnx = nnx_module()
     # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
     fresh, rest = jax.tree.map(lambda x: x, (source.params, source.rest))
-    flat = (_positioned(source, name, state) for name, state in fresh.items())
-    params = map(nnx.from_flat_state, flat)
-    merged = nnx.merge(source.graphdef, *params, rest)
+    flat = [x for pair in fresh.items() for x in _positioned(source, *pair)]
+    merged = nnx.merge(source.graphdef, nnx.from_flat_state(flat), rest)
     objects = dict(zip(source.names, merged, strict=True))
     if cast is not None:
         map_variables(objects, cast)

@@ -16,11 +16,10 @@ _BLOCK = 1024
 def check_processes(expected: int) -> None:
     """Checks that JAX runs in as many processes as the job was given.
 
-    Processes that did not join each other each train a model of their own: every log
-    looks healthy, and all of them want to write the same checkpoints. Call it before the first
-    step, with the number that was asked for: the argument of your launcher, Slurm's
-    `SLURM_NTASKS`, Ray's `get_world_size()`. It starts the JAX backend, so it must come
-    after `jax.distributed.initialize`.
+    Processes that did not join each other each train a model of their own, and every log
+    looks healthy. Call it after `jax.distributed.initialize` and before the first step, with
+    the number that was asked for: the argument of your launcher, Slurm's `SLURM_NTASKS`,
+    Ray's `get_world_size()`.
 
     Args:
         expected: The number of processes of the job.
@@ -53,9 +52,6 @@ def check_processes(expected: int) -> None:
         f"process{'es' * (found != 1)} with {(count := jax.device_count())} "
         f"device{'s' * (count != 1)}. {why}"
     )
-
-
-# --- Exchange -------------------------------------------------------------------------
 
 
 def gather(value: Any) -> list[Any]:
