@@ -1,13 +1,12 @@
 """Leaves and calls of modules that stay in full precision while the rest is cast.
 
-A pytree cannot say that a module runs in f32: a module of another class is a tree of
-another structure, which `jax.tree.map` and `eqx.combine` refuse beside the original. So
-the `__call__` of the kept classes is replaced while a function runs, and put back
-afterwards. The types are part of the cache key of `jax.jit`: what is traced here is not
-reused elsewhere.
+A pytree cannot say that a module runs in f32: a module of another class has another
+structure. So the `__call__` of the kept classes is replaced while a function runs. The
+types are part of the cache key of `jax.jit`: what is traced here is not reused elsewhere.
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import sys
@@ -88,12 +87,12 @@ class Keep:
     def running(self) -> Iterator[None]:
         """Lets modules of the kept types run as by `force_full_precision` inside."""
         types = (*self._selected.types, *self._always)
-        outer, _running.called = _running.called, self._called
+        outer, token = _called.get(set[type]()), _called.set(self._called)
         try:
             with _calls_replaced(types, _in_f32):
                 yield
         finally:
-            _running.called = outer
+            _called.reset(token)
             outer |= self._called
 
     def check(self, func: Callable[..., PyTree]) -> None:
@@ -131,14 +130,8 @@ _own_calls: dict[type, PyTree] = {}  # what these classes define, `None` if they
 _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
 
 
-class _Running(threading.local):
-    """The types of which an object was called in the innermost block of this thread."""
-
-    def __init__(self) -> None:
-        self.called = set[type]()
-
-
-_running = _Running()
+# The types of which an object was called in the innermost block of this thread.
+_called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
 
 
 def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
@@ -201,11 +194,10 @@ def _replace_call(cls: type) -> None:
         bound = functools.partial(call, self)
         scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
         in_f32 = isinstance(self, _in_f32.value)
-        if in_f32:
-            _running.called.add(type(self))
         if scope is not None:
             bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
         if in_f32:
+            _called.get(set[type]()).add(type(self))
             return call_in_full_precision(bound, args, kwargs)
         return bound(*args, **kwargs)
 

@@ -275,16 +275,17 @@ def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     options: dict[str, PyTree] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in _POLICY_KEYS or not value:
+        name = _POLICY_KEYS.get(key)
+        if name is None or not value:
             raise ValueError(
                 f"{part.strip()!r} in the policy {policy!r} is not understood. Write "
                 "`key=dtype` with a key among p, c, o, g, r (or params, compute, "
                 'output, grad, reduce), for example "p=f32,c=bf16,o=f32".'
             )
-        if _POLICY_KEYS[key] in options:
+        if name in options:
             raise ValueError(f"The policy {policy!r} gives `{key}` twice.")
-        is_word = _POLICY_KEYS[key] == "reduce_dtype" and value == COMPUTE
-        options[_POLICY_KEYS[key]] = value if is_word else _policy_dtype(value, policy)
+        is_word = name == "reduce_dtype" and value == COMPUTE
+        options[name] = value if is_word else _policy_dtype(value, policy)
     param = options.setdefault("param_dtype", _F32)
     compute = options.setdefault("compute_dtype", param)
     options.setdefault("output_dtype", compute)

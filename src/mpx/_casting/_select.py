@@ -1,21 +1,15 @@
-r"""Selectors: one way to name layers, parameters and operations.
+"""Selectors: one way to name layers, parameters and operations.
 
-`Policy(keep=)`, `cast_tree(where=)`, `amp(keep=)`, `fp8(keep=, include=)` and
-`ParamGroup(where)` take a selector or a list of selectors. A selector is one of
+A selector is a regular expression, a type or a predicate `(path, leaf) -> bool`.
 
-- a string: a regular expression that is searched in the path of a parameter, such as
-  `layers/0/norm/weight`, and in `amp` and `fp8` also in the path of `jax.named_scope`s
-  around an operation. The path starts inside the argument that holds the parameter: the
-  name of the argument, which reports put before it, is no part of it, so that `^` means
-  the same everywhere. An argument that is an array by itself has no path; a string
-  selects it if it matches the whole name of the argument;
-- a type such as `eqx.nn.LayerNorm`: everything that nodes of this type hold and, where
-  functions run, what their `__call__` computes;
-- a predicate `(path, leaf) -> bool`; in `fp8` a predicate of a matmul as
-  `mpx.inspect.report` lists it.
+- An expression is searched in the path of a parameter, such as `layers/0/norm/weight`, and
+  in `amp` and `fp8` also in the path of `jax.named_scope`s around an operation. The path
+  starts inside the argument that holds the parameter. An argument that is an array by
+  itself has no path: the expression must match the whole name of the argument.
+- A type such as `eqx.nn.LayerNorm` selects everything that nodes of this type hold and,
+  where functions run, what their `__call__` computes.
 
-A string or a type that selects nothing is an error that lists near names. A predicate may
-be false everywhere, except that a group of an optimizer must hold a parameter.
+An expression or a type that selects nothing is an error that lists near names.
 """
 
 import difflib
@@ -63,8 +57,7 @@ def check_pattern(pattern: object, what: str) -> None:
 def search(pattern: str, name: str) -> bool:
     """Returns whether a regular expression selects a leaf, a scope or a function."""
     path = getattr(name, "path", name)
-    # An argument that is an array has no path. Its own name must match as a whole: an
-    # input that happens to be called `norm_x` is not what "norm" means.
+    # An input that happens to be called `norm_x` is not what "norm" means.
     return bool(re.search(pattern, path) if path else re.fullmatch(pattern, name))
 
 
@@ -76,14 +69,12 @@ def matches(selector: Selector, name: str, leaf: PyTree) -> bool:
         held = any(issubclass(kind, selector) for kind in getattr(name, "types", ()))
         return held or isinstance(leaf, selector)
     found = selector(str(getattr(name, "path", name)), leaf)
-    if (dtype := dtype_of(found)) is not None and (
-        dtype != np.dtype(bool) or shape_of(found) != () or is_tracer(found)
-    ):
+    dtype, shape, traced = dtype_of(found), shape_of(found), is_tracer(found)
+    if dtype is not None and (dtype != np.dtype(bool) or shape != () or traced):
         raise TypeError(
             f"The predicate {selector!r} must return True or False, but for `{name}` it "
-            f"returned an array: {dtype} of shape {shape_of(found)}"
-            f"{', traced' if is_tracer(found) else ''}. Use the path, the shape or the "
-            "dtype of a leaf, not its values."
+            f"returned an array: {dtype} of shape {shape}{', traced' * traced}. Use the "
+            "path, the shape or the dtype of a leaf, not its values."
         )
     return bool(found)
 
@@ -116,13 +107,11 @@ class Matcher:
             return None
         self._names.setdefault(getattr(name, "path", name) or name)
         self.kinds.update(dict.fromkeys(getattr(name, "types", ())))
-        # Each is asked: those that select nothing are an error.
-        found = [
-            selector
-            for selector in self.selectors
-            if (leaf is not None or isinstance(selector, str | type))
-            and matches(selector, name, leaf)
-        ]
+        found = []  # each is asked: those that select nothing are an error
+        for selector in self.selectors:
+            is_asked = leaf is not None or isinstance(selector, str | type)
+            if is_asked and matches(selector, name, leaf):
+                found.append(selector)
         self._idle = [s for s in self._idle if s not in found]
         return found[0] if found else None
 
