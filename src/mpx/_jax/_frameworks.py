@@ -17,17 +17,17 @@ from mpx._jax._compat import is_tracer
 from mpx._jax._private import private
 from mpx._jax._tree import LeafName
 
+Func = Callable[..., PyTree]
+Run = Callable[..., tuple[PyTree, PyTree]]
 Named = tuple[LeafName, bool]
 """The name of an argument's array, and whether it is a parameter."""
 
 
-LinenCall = tuple[Callable[..., PyTree], tuple[PyTree, ...]]
+LinenCall = tuple[Func, tuple[PyTree, ...]]
 """A method of a Linen module; the module and the other positional arguments."""
 
 
-def linen_call(
-    func: Callable[..., PyTree], args: tuple[PyTree, ...]
-) -> LinenCall | None:
+def linen_call(func: Func, args: tuple[PyTree, ...]) -> LinenCall | None:
     """Returns the call of a method of a Linen module, if it is one and has variables."""
     owner = getattr(func, "__self__", None)
     if _is_running(func):
@@ -43,19 +43,13 @@ def _is_running(module: PyTree) -> bool:
     return is_module and module.scope is not None
 
 
-def call_linen(
-    call: LinenCall,
-    kwargs: dict[str, PyTree],
-    run: Callable[..., tuple[PyTree, PyTree]],
-) -> PyTree:
+def call_linen(call: LinenCall, kwargs: dict[str, PyTree], run: Run) -> PyTree:
     """Calls a Linen method by `run(pure, variables, rngs, args, kwargs)`."""
     flax, (method, args) = private("linen"), call
     if flax is None:
         return method(*args, **kwargs)
 
-    def lifted(
-        method: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
+    def lifted(method: Func, *args: PyTree, **kwargs: PyTree) -> PyTree:
         def inner(
             scope_fn: PyTree, repack: PyTree, *given: PyTree, **kwargs: PyTree
         ) -> tuple[PyTree, PyTree]:
@@ -125,10 +119,7 @@ def in_haiku() -> bool:
 
 
 def call_haiku(
-    func: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    run: Callable[..., tuple[PyTree, PyTree]],
+    func: Func, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], run: Run
 ) -> PyTree:
     """Calls a Haiku function by `run(pure, variables, func, args, kwargs)`."""
     haiku = private("haiku")

@@ -12,15 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from mpx._jax._tree import (
-    LeafName,
-    cast_leaf,
-    is_floating,
-    map_with_name,
-    named_leaves,
-)
+from mpx._jax._tree import LeafName, cast_leaf, is_floating, map_with_name, named_leaves
 
 Path = tuple[object, ...]
+Nodes = Mapping[LeafName, PyTree]  # NNX objects, or what stands for them, by name
+Cast = Callable[[LeafName, PyTree], PyTree]
 
 
 def nnx_module() -> Any:
@@ -73,14 +69,14 @@ def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, P
     return (plain if objects else tree), objects
 
 
-def put_back(tree: PyTree, objects: Mapping[LeafName, PyTree]) -> PyTree:
+def put_back(tree: PyTree, objects: Nodes) -> PyTree:
     """Puts NNX objects, or whatever has their names, into their slots."""
     return jax.tree.map(
         lambda node: objects[node.name] if is_slot(node) else node, tree
     )
 
 
-def copy(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
+def copy(objects: Nodes) -> dict[LeafName, PyTree]:
     """Returns fresh objects with the same arrays; what they share stays shared."""
     if not objects:
         return {}
@@ -91,9 +87,7 @@ def copy(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
     return dict(zip(objects, fresh, strict=True))
 
 
-def map_variables(
-    objects: Mapping[LeafName, PyTree], fn: Callable[[LeafName, PyTree], PyTree]
-) -> None:
+def map_variables(objects: Nodes, fn: Cast) -> None:
     """Maps the floating arrays of NNX objects, in place."""
     nnx, nodes = nnx_module(), tuple(objects.values())
     before = nnx.state(nodes)
@@ -102,10 +96,7 @@ def map_variables(
 
 
 def _map_state(
-    state: PyTree,
-    names: Mapping[Path, LeafName],
-    fn: Callable[[LeafName, PyTree], PyTree],
-    start: Path = (),
+    state: PyTree, names: Mapping[Path, LeafName], fn: Cast, start: Path = ()
 ) -> PyTree:
     """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
 
@@ -118,11 +109,7 @@ def _map_state(
     return nnx.from_flat_state(flat)
 
 
-def map_params(
-    objects: Mapping[LeafName, PyTree],
-    params: Mapping[LeafName, PyTree],
-    fn: Callable[[LeafName, PyTree], PyTree],
-) -> dict[LeafName, PyTree]:
+def map_params(objects: Nodes, params: Nodes, fn: Cast) -> dict[LeafName, PyTree]:
     """Maps the floating arrays of parameters that were split off NNX objects."""
     names, places = variable_names(objects), {x: i for i, x in enumerate(objects)}
     return {
@@ -131,7 +118,7 @@ def map_params(
     }
 
 
-def variable_names(objects: Mapping[LeafName, PyTree]) -> dict[Path, LeafName]:
+def variable_names(objects: Nodes) -> dict[Path, LeafName]:
     """Returns the names of the variables of NNX objects, by their paths in a tuple."""
     nnx = nnx_module()
     names, nodes = tuple(objects), tuple(objects.values())
@@ -178,9 +165,7 @@ class Objects(NamedTuple):
     rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
 
 
-def split(
-    objects: Mapping[LeafName, PyTree], differentiated: tuple[LeafName, ...]
-) -> Objects:
+def split(objects: Nodes, differentiated: tuple[LeafName, ...]) -> Objects:
     """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters."""
     _check_sharing(objects, differentiated)
     nnx, names = nnx_module(), tuple(objects)
@@ -196,9 +181,7 @@ def split(
     return Objects(names, graphdef, params, rest)
 
 
-def _check_sharing(
-    objects: Mapping[LeafName, PyTree], differentiated: tuple[LeafName, ...]
-) -> None:
+def _check_sharing(objects: Nodes, differentiated: tuple[LeafName, ...]) -> None:
     nnx = nnx_module()
     owners: dict[int, str] = {}
     for name, node in objects.items():
@@ -222,9 +205,7 @@ class Merged(NamedTuple):
     found: tuple[dict[LeafName, PyTree], PyTree]  # their state, as the call finds it
 
 
-def merge(
-    source: Objects, cast: Callable[[LeafName, PyTree], PyTree] | None = None
-) -> Merged:
+def merge(source: Objects, cast: Cast | None = None) -> Merged:
     """Builds fresh NNX objects, with each floating array mapped by `cast`."""
     nnx = nnx_module()
     # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
@@ -245,9 +226,7 @@ def _positioned(
     return [((position, *path), variable) for path, variable in flat]
 
 
-def _parts(
-    objects: Mapping[LeafName, PyTree], source: Objects
-) -> tuple[dict[LeafName, PyTree], PyTree]:
+def _parts(objects: Nodes, source: Objects) -> tuple[dict[LeafName, PyTree], PyTree]:
     """Returns copies of parameters and rest, which later calls do not change."""
     now = split(objects, tuple(source.params))
     return jax.tree.map(lambda x: x, (now.params, now.rest))
@@ -283,9 +262,7 @@ def state_after(merged: Merged) -> tuple[dict[LeafName, PyTree], PyTree]:
     return {name: new for (name, new), old in pairs if new is not old}, rest
 
 
-def assign(
-    objects: Mapping[LeafName, PyTree], source: Objects, arrays: Mapping[str, PyTree]
-) -> None:
+def assign(objects: Nodes, source: Objects, arrays: Mapping[str, PyTree]) -> None:
     """Writes parameters, by the names of `state_after`, into the caller's objects."""
     nnx, old, new = nnx_module(), [], []
     for owner, params in source.params.items():

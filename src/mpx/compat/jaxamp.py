@@ -39,6 +39,8 @@ from mpx._jax._formats import FORMATS
 from mpx._jax._tree import all_finite
 from mpx._scaling._loss_scaling import LARGEST_SCALE, StaticLossScaling
 
+Func = Callable[..., PyTree]
+
 
 class DynamicScalerState(NamedTuple):
     """jaxamp's scaler: a named tuple of numbers or arrays."""
@@ -81,22 +83,20 @@ def default_unscale_fn(results: PyTree, state: DynamicScalerState) -> PyTree:
 
 
 def dynamic_scale_tx(
-    transform: Callable[..., PyTree],
+    transform: Func,
     redo_on_nan: int = 0,
-    unscale_fn: Callable[..., PyTree] = default_unscale_fn,
-    scale_fn: Callable[..., PyTree] = default_scale_fn,
+    unscale_fn: Func = default_unscale_fn,
+    scale_fn: Func = default_scale_fn,
     *,
     check_fn: Callable[[PyTree], PyTree] = lambda results: results,
-) -> Callable[..., PyTree]:
+) -> Func:
     """Gives a transformation such as `jax.grad` dynamic loss scaling.
 
     It is repeated up to `redo_on_nan` times, each with a smaller scale, until what
     `check_fn` returns of the results is finite.
     """
 
-    def scaled_transform(
-        fun: Callable[..., PyTree], *args: object, **kwargs: object
-    ) -> PyTree:
+    def scaled_transform(fun: Func, *args: object, **kwargs: object) -> PyTree:
         @functools.wraps(fun)
         def scaled_fun(
             *args: object, _state: DynamicScalerState, **kwargs: object
@@ -136,13 +136,13 @@ def dynamic_scale_tx(
 
 
 def dynamic_scale_value_and_grad(
-    fun: Callable[..., PyTree],
+    fun: Func,
     *,
     has_aux: bool = False,
     redo_on_nan: int = 10,
     filter: bool = True,
     **kwargs: PyTree,
-) -> Callable[..., PyTree]:
+) -> Func:
     """Returns `state, (value, grads)`, with `(value, aux)` for the value if `has_aux`."""
 
     def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
@@ -161,12 +161,8 @@ def dynamic_scale_value_and_grad(
 
 
 def dynamic_scale_grad(
-    fun: Callable[..., PyTree],
-    *,
-    has_aux: bool = False,
-    redo_on_nan: int = 0,
-    **kwargs: PyTree,
-) -> Callable[..., PyTree]:
+    fun: Func, *, has_aux: bool = False, redo_on_nan: int = 0, **kwargs: PyTree
+) -> Func:
     """Returns `state, grads`, with `(grads, aux)` for the gradients if `has_aux`."""
     call = dynamic_scale_value_and_grad(
         fun, has_aux=has_aux, redo_on_nan=redo_on_nan, **kwargs
@@ -267,11 +263,11 @@ def _as_policy(amp_policy: Mapping[PyTree, Callable[..., Changed]]) -> AmpRules:
 
 
 def amp(
-    fn: Callable[..., PyTree] | None = None,
+    fn: Func | None = None,
     *,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: Mapping[PyTree, Callable[..., Changed]] = default_amp_policy,
-) -> Callable[..., PyTree]:
+) -> Func:
     """Runs a function in mixed precision by a dictionary of precision functions.
 
     `amp_policy` leads from primitives such as `jax.lax.add_p`, and from names of
