@@ -170,7 +170,7 @@ def split(objects: Nodes, differentiated: tuple[LeafName, ...]) -> Objects:
     _check_sharing(objects, differentiated)
     nnx, names = nnx_module(), tuple(objects)
 
-    def is_param(path: Path, value: PyTree) -> bool:
+    def is_param(path: PyTree, value: PyTree) -> bool:
         return names[path[0]] in differentiated and isinstance(value, nnx.Param)
 
     graphdef, state, rest = nnx.split(tuple(objects.values()), is_param, ...)

@@ -264,10 +264,7 @@ def _read_arrays(
         )[ARRAYS]
         arrays = {name: arrays[name] for name in targets}
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        fault = f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"
-        if isinstance(error, OSError) or type(error) is ValueError:
-            # Errors of TensorStore name the file.
-            fault = f"the arrays in {where / ARRAYS} cannot be read: {error}"
+        fault = f"the arrays in {where / ARRAYS} cannot be read: {error!r}"
         raise damaged(f"{where}", fault) from error
     missing = [name for name, array in arrays.items() if not is_array(array)]
     if missing:  # with `partial_restore` Orbax returns what it was given
