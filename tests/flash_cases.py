@@ -10,7 +10,7 @@ import optax
 
 import mpx
 from models import normal
-from mpx.testing import ulp_distance
+from numerics import ulp_distance
 
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 SHAPE = (2, 64)

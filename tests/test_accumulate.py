@@ -24,6 +24,7 @@ from models import (
 )
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 BATCH = (1, 2)
 
@@ -168,7 +169,7 @@ def test_accumulated_training_is_that_of_large_batches(problem):
 
 def test_one_bad_part_spoils_the_window(problem):
     w, x, y = args_of(problem)
-    x = mpx.testing.inject_nonfinite(x, jnp.inf, index=21)
+    x = inject_nonfinite(x, jnp.inf, index=21)
     step = jax.jit(mpx.accumulate(squared_error, 8, batch_argnums=BATCH))
     result = step(DynamicLossScaling.pow2(2.0**8), w, x, y)
     assert not result.finite

@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._jax._formats import FORMATS, is_float_dtype
-from mpx.testing import assert_trees_equal, ulp_distance
+from mpx.testing import assert_trees_equal
+from numerics import ulp_distance
 
 F16, BF16, F32, F64 = (np.dtype(jnp.dtype(n)) for n in ("f2", "bfloat16", "f4", "f8"))
 KEY = jax.random.key(0)

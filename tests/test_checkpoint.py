@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -591,6 +592,18 @@ def test_changed_number_in_the_record_is_found(tmp_path):
     path.write_text(text.replace('"value": 7', '"value": 5'))
     with pytest.raises(ValueError, match="its record, `mpx/metadata`, was changed"):
         restore(tmp_path, {"step": 0})
+
+
+def test_arrays_of_another_checkpoint_are_found_by_their_checksum(tmp_path):
+    # Files that Orbax reads without an error: only the checksums tell.
+    for name, w in (("one", 1.0), ("other", 2.0)):
+        save(tmp_path / name, {"v": jnp.ones(4), "w": jnp.full(4, w)})
+    (arrays,) = (tmp_path / "one").glob("*/state")
+    (others,) = (tmp_path / "other").glob("*/state")
+    shutil.rmtree(arrays)
+    shutil.copytree(others, arrays)
+    with pytest.raises(ValueError, match="what was read for `w` is not what was saved"):
+        restore(tmp_path / "one", {"v": jnp.zeros(4), "w": jnp.zeros(4)})
 
 
 def test_array_that_orbax_does_not_return_is_an_error_and_not_zeros(tmp_path):

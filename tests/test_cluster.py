@@ -19,6 +19,7 @@ import yaml
 
 import mpx
 from mpx import check_processes
+from numerics import inject_nonfinite
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "cluster"
 STEPS, DIES_AT = 3, 2
@@ -226,7 +227,7 @@ def test_bad_step_changes_nothing_and_sharding_stays(train):
     template = train.fsdp(jax.eval_shape(train.init), mesh)
     where = jax.tree.map(lambda x: x.sharding, template)
     state = jax.jit(train.init, out_shardings=where)()
-    state["params"] = mpx.testing.inject_nonfinite(state["params"], leaf="embed")
+    state["params"] = inject_nonfinite(state["params"], leaf="embed")
     before = jax.device_get(state)
     step = jax.jit(train.train_step, out_shardings=(where, None))
     tokens = train.batch(train.load_text(), 0, 8, mesh)

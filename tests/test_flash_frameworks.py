@@ -29,7 +29,8 @@ from flash_cases import (
     train,
 )
 from models import count_traces, mlp, mlp_batch, mlp_loss
-from mpx.testing import assert_trees_equal, inject_nonfinite
+from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 # `optax.apply_updates` adds an f32 update to a bf16 parameter.
 pytestmark = [

@@ -23,7 +23,8 @@ from flash_cases import (
     updater,
 )
 from models import count_traces
-from mpx.testing import assert_trees_equal, inject_nonfinite
+from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 # `optax.apply_updates` adds an f32 update to a bf16 parameter.
 pytestmark = [

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from flash_cases import assert_same_step
 from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 LAYOUTS = {
@@ -256,7 +257,7 @@ def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
     optimizer = OPTIMIZERS["adamw"]
     params, (grad, bad) = problem(SHAPE, mesh, spec)
     params, state = jax.jit(optimizer.step)(params, optimizer.init(params), grad)
-    bad = mpx.testing.inject_nonfinite(bad, jnp.nan, index=37)
+    bad = inject_nonfinite(bad, jnp.nan, index=37)
     step = jax.jit(lambda *args, finite: optimizer.step(*args, finite=finite))
     skipped = step(params, state, bad, finite=mpx.all_finite(bad))
     assert not unlike(skipped, mesh, spec)

@@ -15,7 +15,8 @@ from flax.training.train_state import TrainState
 
 import mpx
 from flash_cases import BF16, F16, F32, TINY, draw
-from mpx.testing import assert_trees_equal, ulp_distance
+from mpx.testing import assert_trees_equal
+from numerics import ulp_distance
 
 # `optax.apply_updates` adds an f32 update to a bf16 parameter.
 pytestmark = pytest.mark.standard_promotion

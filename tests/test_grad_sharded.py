@@ -14,6 +14,7 @@ import mpx
 from models import POLICIES, equations, exact_problem, squared_error
 from mpx import DynamicLossScaling, GradResult, NoLossScaling
 from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 SCALE = 2.0**6
 
@@ -103,7 +104,7 @@ def test_gradient_of_sharded_parameters_is_sharded_like_them(axis_type, loss, pr
 def test_overflow_on_one_device_is_seen_by_all_under_jit(problem):
     mesh = make_mesh()
     w, x, y = put(problem, mesh)
-    x = mpx.testing.inject_nonfinite(x, jnp.inf, index=37)
+    x = inject_nonfinite(x, jnp.inf, index=37)
     step = jax.jit(mpx.value_and_grad(squared_error))
     result = step(DynamicLossScaling.pow2(SCALE), w, x, y)
     flags = [bool(shard.data) for shard in result.finite.addressable_shards]
@@ -177,7 +178,7 @@ def test_paper_function_averages_over_devices_switched_on_or_off(
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_nan_in_one_shard_makes_every_device_skip(transform, problem):
     mesh = make_mesh()
-    x = mpx.testing.inject_nonfinite(problem.x, index=5)  # in the shard of one device
+    x = inject_nonfinite(problem.x, index=5)  # in the shard of one device
     scaling = DynamicLossScaling.pow2(SCALE)
 
     def finite_and_scale(axis_name):
@@ -290,7 +291,7 @@ def test_vmapped_axis_is_averaged_too(problem):
     result = run(
         DynamicLossScaling.pow2(SCALE),
         problem.w,
-        mpx.testing.inject_nonfinite(x, index=3),
+        inject_nonfinite(x, index=3),
         y,
     )
     np.testing.assert_array_equal(result.finite, [False] * 8)

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
-from mpx.testing import assert_trees_equal, inject_nonfinite
+from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 # --- One table of scalings: a new row inherits every test that takes `scaling` --------
 

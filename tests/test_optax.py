@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.testing import assert_trees_equal, inject_nonfinite
+from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 
 # `optax.adam` raises a Python float to an integer array, and `optax.apply_updates` adds
 # an f32 update to a bf16 parameter.

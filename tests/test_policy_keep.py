@@ -14,7 +14,8 @@ import pytest
 import mpx
 from models import normal
 from mpx._jax._tree import is_floating
-from mpx.testing import assert_trees_equal, ulp_distance
+from mpx.testing import assert_trees_equal
+from numerics import ulp_distance
 
 F16, BF16, F32, F64 = (np.dtype(jnp.dtype(n)) for n in ("f2", "bfloat16", "f4", "f8"))
 KEY = jax.random.key(0)

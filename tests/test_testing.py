@@ -1,6 +1,5 @@
-"""The tools for tests: ulp distances, exact comparison of trees, planted faults."""
+"""The tools for tests: ulp distances, and exact comparison of trees."""
 
-import re
 from typing import NamedTuple
 
 import hypothesis
@@ -10,10 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from mpx.testing import assert_trees_equal, inject_nonfinite, ulp_distance
+from mpx.testing import assert_trees_equal
+from numerics import ulp_distance
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 FAR = np.iinfo(np.int64).max
@@ -74,28 +72,6 @@ def test_distance_is_a_metric(x, y, z):
     assert np.array_equal(ulp_distance(x, y), ulp_distance(y, x))
     assert np.array_equal(ulp_distance(x, y) == 0, x == y)
     assert np.all(ulp_distance(x, z) <= ulp_distance(x, y) + ulp_distance(y, z))
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "described"),
-    [
-        (np.float32(1), np.float16(1), "float32[] and float16[]"),
-        (np.ones(2), np.ones(3), "float64[2] and float64[3]"),
-        (np.ones(2, int), np.ones(2, int), "int64[2] and int64[2]"),
-        (
-            np.ones(1, "complex64"),
-            np.ones(1, "complex64"),
-            "complex64[1] and complex64[1]",
-        ),
-    ],
-)
-def test_error_describes_what_cannot_be_compared(a, b, described):
-    message = (
-        "`ulp_distance` compares floating arrays of one dtype and shape, but got "
-        f"{described}."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        ulp_distance(a, b)
 
 
 # --- assert_trees_equal ----------------------------------------------------------------
@@ -162,82 +138,3 @@ def test_first_different_leaf_is_named(a, b):
 def test_different_structures_are_shown(other):
     with pytest.raises(AssertionError, match="^structures differ: .* against "):
         assert_trees_equal({"x": 1}, other)
-
-
-# --- inject_nonfinite ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_one_number_is_replaced_and_the_rest_stays(value, dtype):
-    x = jnp.arange(6, dtype=dtype).reshape(2, 3)
-    tree = {"a": jnp.ones(2), "b": [3, x, "s"], "c": jax.random.key(0)}
-    broken = inject_nonfinite(tree, value, leaf="b/1", index=4)
-    expected = np.array(x)
-    expected[1, 1] = value
-    assert broken["b"][1].dtype == x.dtype
-    assert np.all(ulp_distance(broken["b"][1], expected) == 0)
-    assert broken["a"] is tree["a"]
-    assert broken["b"][::2] == [3, "s"]
-    assert broken["c"] is tree["c"]
-    assert np.isfinite(np.asarray(x, np.float32)).all()  # the input is not touched
-
-
-def test_without_a_name_the_first_non_empty_floating_leaf_is_hit():
-    tree = [jnp.arange(2), jnp.ones((0,)), jnp.ones(2), jnp.ones(2)]
-    broken = inject_nonfinite(tree)
-    assert np.isnan(broken[2]).tolist() == [True, False]
-    assert [broken[i] is tree[i] for i in (0, 1, 3)] == [True] * 3
-
-
-def test_index_counts_from_the_end_too():
-    assert np.isnan(inject_nonfinite(jnp.ones(3), index=-1)).tolist() == [0, 0, 1]
-    assert np.isnan(inject_nonfinite(jnp.ones(()))).item()
-
-
-def test_numpy_leaves_stay_numpy_arrays_of_their_dtype():
-    broken = inject_nonfinite({"w": np.ones(2)})
-    assert isinstance(broken["w"], np.ndarray)
-    assert broken["w"].dtype == np.float64
-
-
-def test_fault_can_be_planted_under_jit():
-    broken = jax.jit(lambda x: inject_nonfinite({"w": x}, index=1))(jnp.ones(2))
-    assert np.isnan(broken["w"]).tolist() == [False, True]
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_planting_keeps_the_sharding(axis_type):
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(axis_type,))
-    x = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("a")))
-    assert inject_nonfinite(x).sharding.is_equivalent_to(x.sharding, 2)
-
-
-@pytest.mark.parametrize(
-    ("tree", "options", "message"),
-    [
-        ({"n": 1, "e": jnp.ones(0)}, {}, "leaf to plant nan in; the tree has []."),
-        (
-            {"w": jnp.ones(1)},
-            {"leaf": "v"},
-            "leaf `v` to plant nan in; the tree has ['w'].",
-        ),
-        (
-            {"n": jnp.arange(2)},
-            {"leaf": "n"},
-            "leaf `n` to plant nan in; the tree has [].",
-        ),
-        (jax.ShapeDtypeStruct((2,), jnp.float32), {}, "the tree has []."),
-    ],
-)
-def test_error_lists_the_leaves_that_could_be_hit(tree, options, message):
-    with pytest.raises(ValueError, match=re.escape(message) + "$") as error:
-        inject_nonfinite(tree, **options)
-    assert str(error.value).startswith("There is no non-empty floating leaf")
-
-
-@pytest.mark.parametrize("index", [2, -3])
-def test_error_tells_how_many_numbers_there_are(index):
-    message = f"`w` has 2 numbers, so there is no number {index} in it."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        inject_nonfinite({"w": jnp.ones(2)}, index=index)

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx.testing import assert_trees_equal, inject_nonfinite
+from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 from update_cases import (
     MODELS,
     OPTIMIZERS,

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import mpx
-from mpx.testing import assert_trees_equal, inject_nonfinite
+from mpx.testing import assert_trees_equal
+from numerics import inject_nonfinite
 from update_cases import (
     SKIPS,
     Model,

@@ -15,7 +15,7 @@ from mpx._casting._context import half_precision_datatype
 from mpx._casting._select import Matcher, Selectors, parse_selectors
 from mpx._jax._formats import at_least_f32, parse_float_dtype
 from mpx._jax._nnx import (
-    clone,
+    copy,
     is_nnx,
     is_variable_of_state,
     map_variables,
@@ -37,19 +37,12 @@ R = TypeVar("R")
 
 
 def _keeps_its_dtypes(node: object) -> bool:
-    """Returns whether casts pass by a node, with everything in it.
-
-    A class asks for it with the attribute `mpx_keeps_dtypes = True`: a loss scaling
-    inside a training state stays f32 when the state is cast.
-    """
+    """Returns whether casts pass by a node, as by a loss scaling."""
     return getattr(type(node), "mpx_keeps_dtypes", False) is True
 
 
 def cast_state_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
-    """Casts a leaf of running statistics, which is never narrowed.
-
-    An average that moves by less than half an ulp per step stands still.
-    """
+    """Casts a leaf of running statistics, which is never narrowed."""
     return cast_leaf(leaf, dtype) if dtype.itemsize > leaf.dtype.itemsize else leaf
 
 
@@ -66,7 +59,7 @@ def map_floating(
     )
     if not objects:
         return plain
-    fresh = clone(objects)
+    fresh = copy(objects)
     map_variables(fresh, fn)
     return put_back(plain, fresh)
 
@@ -76,12 +69,11 @@ def cast_tree(
 ) -> PyTree:
     """Casts the floating arrays of a pytree and leaves everything else alone.
 
-    Every real floating array of at least 16 bits is cast: f16, bf16, f32 and f64, JAX
-    and NumPy arrays, and `ShapeDtypeStruct`s. Integers, booleans, complex numbers, PRNG
-    keys, float8 values, Python numbers, strings, functions and `None` come back as they
-    are, so a whole model or training state can be passed. Loss scalings keep their f32.
-    The parameters of an NNX module are cast in a copy, which shares what the module
-    shares; its other variables, such as the statistics of BatchNorm, are only widened.
+    Every real floating array of at least 16 bits is cast: of JAX, of NumPy, or a
+    `ShapeDtypeStruct`. Everything else comes back as it is (integers, complex numbers, PRNG
+    keys, float8 values, Python numbers, functions), so a whole training state can be
+    passed. Loss scalings keep their f32. The parameters of an NNX module are cast in a
+    copy; its other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
     half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
@@ -90,9 +82,7 @@ def cast_tree(
     Args:
         tree: Any pytree.
         dtype: The floating dtype to cast to, or its name.
-        where: Casts only what this selects: a regular expression for paths such as
-            `layers/0/weight`, a module type, a predicate `(path, leaf) -> bool`, or a list
-            of these.
+        where: Casts only what this selects; see `keep` of `Policy`.
 
     Raises:
         ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if a string
@@ -131,6 +121,10 @@ def cast_to_float32(x: PyTree) -> PyTree:
     return cast_tree(x, jnp.float32)
 
 
+cast_to_full_precision = cast_to_float32
+"""The paper's name of `cast_to_float32`."""
+
+
 def cast_to_float16(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to f16; see `cast_tree`.
 
@@ -157,19 +151,6 @@ def cast_to_bfloat16(x: PyTree) -> PyTree:
     return cast_tree(x, jnp.bfloat16)
 
 
-def cast_to_full_precision(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to f32; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
-
-    Examples:
-        >>> cast_to_full_precision(jnp.ones(2, jnp.bfloat16)).dtype
-        dtype('float32')
-    """
-    return cast_tree(x, jnp.float32)
-
-
 def cast_to_half_precision(x: PyTree) -> PyTree:
     """Casts the floating arrays of a pytree to the configured half precision.
 
@@ -186,13 +167,10 @@ def cast_to_half_precision(x: PyTree) -> PyTree:
 def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
     """Casts each floating array of a pytree to the dtype it has in a reference tree.
 
-    It gives a result the dtypes it had before a cast: BatchNorm statistics that come
-    back from a half-precision step, or parameters restored from a checkpoint.
-
     Args:
         tree: The pytree to cast.
-        reference: A pytree of the same structure: arrays or `ShapeDtypeStruct`s. Where
-            it holds no floating array the leaf of `tree` comes back as it is.
+        reference: A pytree of the same structure. Where it holds no floating array the
+            leaf of `tree` comes back as it is.
 
     Raises:
         ValueError: If the structures differ.
@@ -231,17 +209,12 @@ def cast_function(
 ) -> Callable[..., PyTree]:
     """Runs a function with its floating inputs cast, and casts what it returns.
 
-    JAX's type promotion then carries the dtype through the function. Arguments, keyword
-    arguments and results may be any pytrees.
+    JAX's type promotion then carries the dtype through the function.
 
     Args:
         func: The function. Leave it out to use `cast_function` as a decorator.
-        dtype: The dtype of the inputs, or its name; `None` is the configured half
-            precision.
+        dtype: The dtype of the inputs; `None` is the configured half precision.
         return_dtype: The dtype of the results; `None` means `dtype`.
-
-    Raises:
-        ValueError: If a dtype is not a floating dtype of at least 16 bits.
 
     Examples:
         >>> @cast_function(dtype="bf16", return_dtype="f32")
@@ -281,17 +254,13 @@ def force_full_precision(
     """Runs a function in full precision, whatever the dtype of its inputs.
 
     It is meant for the few operations that overflow or lose too much in half precision:
-    sums, means, softmax, norms. f64 inputs stay f64.
+    sums, means, softmax, norms. f64 inputs stay f64. Equinox `State`s and NNX objects are
+    passed on and returned as they are.
 
     Args:
         func: The function. Leave it out to use it as a decorator with arguments.
         return_dtype: The dtype of the floating results. `None` gives back the widest
-            dtype among the floating inputs, so that the function fits into a
-            half-precision model; without floating inputs the results stay as they are.
-            Equinox `State`s and NNX objects are passed on and returned as they are.
-
-    Raises:
-        ValueError: If `return_dtype` is not a floating dtype of at least 16 bits.
+            dtype among the floating inputs, if there are any.
 
     Examples:
         >>> x = jnp.full(100, 1000.0, jnp.float16)
@@ -326,7 +295,7 @@ def call_in_full_precision(
     if return_dtype is None:
         with jax.numpy_dtype_promotion("standard"):
             return_dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
-    return _map_floats(lambda leaf: cast_leaf(leaf, return_dtype), out)
+    return _cast_floats(out, lambda _: return_dtype)
 
 
 def is_state_node(node: object) -> bool:
@@ -336,15 +305,14 @@ def is_state_node(node: object) -> bool:
 
 def widen_tree(tree: PyTree) -> PyTree:
     """Casts 16-bit floating leaves to f32 and leaves wider ones as they are."""
-    return _map_floats(lambda leaf: cast_leaf(leaf, at_least_f32(leaf.dtype)), tree)
+    return _cast_floats(tree, at_least_f32)
 
 
-def _map_floats(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: fn(leaf) if is_floating(leaf) else leaf,
-        tree,
-        is_leaf=is_state_node,
-    )
+def _cast_floats(tree: PyTree, choose: Callable[[np.dtype], np.dtype]) -> PyTree:
+    def cast(leaf: PyTree) -> PyTree:
+        return cast_leaf(leaf, choose(leaf.dtype)) if is_floating(leaf) else leaf
+
+    return jax.tree.map(cast, tree, is_leaf=is_state_node)
 
 
 def own_buffer(leaf: PyTree) -> PyTree:

@@ -1,13 +1,12 @@
 """Leaves and calls of modules that stay in full precision while the rest is cast.
 
-A pytree cannot say that a module runs in f32: a module of another class is a tree of
-another structure, which `jax.tree.map` and `eqx.combine` refuse beside the original. So
-the `__call__` of the kept classes is replaced while a function runs, and put back
-afterwards. The types are part of the cache key of `jax.jit`: what is traced here is not
-reused elsewhere.
+A pytree cannot say that a module runs in f32: a module of another class has another
+structure. So the `__call__` of the kept classes is replaced while a function runs. The
+types are part of the cache key of `jax.jit`: what is traced here is not reused elsewhere.
 """
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import sys
@@ -39,8 +38,7 @@ def is_statistic(name: str) -> bool:
 def is_state(name: LeafName) -> bool:
     """Returns whether a leaf belongs to running statistics or other state.
 
-    State must not be rounded to half precision between steps: an average that moves by
-    less than half an ulp per step stands still.
+    Rounded to half precision, an average that moves by less than half an ulp stands still.
     """
     return is_statistic(f"{name}/") or any(
         issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
@@ -87,18 +85,14 @@ class Keep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Lets modules of the kept types run in f32 inside a `with` block.
-
-        Their inputs are widened, and their results come back in the widest dtype among
-        their floating inputs, as with `mpx.force_full_precision`.
-        """
+        """Lets modules of the kept types run as by `force_full_precision` inside."""
         types = (*self._selected.types, *self._always)
-        outer, _running.called = _running.called, self._called
+        outer, token = _called.get(set[type]()), _called.set(self._called)
         try:
             with _calls_replaced(types, _in_f32):
                 yield
         finally:
-            _running.called = outer
+            _called.reset(token)
             outer |= self._called
 
     def check(self, func: Callable[..., PyTree]) -> None:
@@ -132,17 +126,12 @@ _in_f32, _in_scope = make_jit_context(()), make_jit_context(())
 
 _lock = threading.Lock()
 _users: dict[type, int] = {}  # how many running functions replaced the call of a class
+_own_calls: dict[type, PyTree] = {}  # what these classes define, `None` if they inherit
 _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
 
 
-class _Running(threading.local):
-    """The types of which an object was called in the innermost block of this thread."""
-
-    def __init__(self) -> None:
-        self.called = set[type]()
-
-
-_running = _Running()
+# The types of which an object was called in the innermost block of this thread.
+_called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
 
 
 def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
@@ -157,6 +146,7 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
         for cls in classes:
             _users[cls] = _users.get(cls, 0) + 1
             if _users[cls] == 1:
+                _own_calls[cls] = vars(cls).get("__call__")
                 _replace_call(cls)
     try:
         with setting(types):
@@ -167,7 +157,10 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
                 _users[cls] -= 1
                 if _users[cls] == 0:
                     del _users[cls]
-                    _restore_call(cls)
+                    if (own := _own_calls.pop(cls)) is None:
+                        delattr(cls, "__call__")
+                    else:
+                        setattr(cls, "__call__", own)  # noqa: B010
 
 
 def _with_own_calls(types: tuple[type, ...]) -> list[type]:
@@ -193,9 +186,6 @@ def _has_call(cls: type) -> bool:
     return inspect.isfunction(getattr(cls, "__call__", None))  # noqa: B004
 
 
-_SAVED = "_mpx_saved_call"  # the class's own `__call__`, or `None` if it inherits one
-
-
 def _replace_call(cls: type) -> None:
     call = getattr(cls, "__call__")  # noqa: B004, B009
 
@@ -204,24 +194,11 @@ def _replace_call(cls: type) -> None:
         bound = functools.partial(call, self)
         scope = next((x for x in _in_scope.value if isinstance(self, x)), None)
         in_f32 = isinstance(self, _in_f32.value)
-        if in_f32:
-            _running.called.add(type(self))
         if scope is not None:
             bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
-        return (
-            call_in_full_precision(bound, args, kwargs)
-            if in_f32
-            else bound(*args, **kwargs)
-        )
+        if in_f32:
+            _called.get(set[type]()).add(type(self))
+            return call_in_full_precision(bound, args, kwargs)
+        return bound(*args, **kwargs)
 
-    setattr(cls, _SAVED, vars(cls).get("__call__"))
     setattr(cls, "__call__", replacement)  # noqa: B010
-
-
-def _restore_call(cls: type) -> None:
-    own = vars(cls)[_SAVED]
-    delattr(cls, _SAVED)
-    if own is None:
-        delattr(cls, "__call__")
-    else:
-        setattr(cls, "__call__", own)  # noqa: B010

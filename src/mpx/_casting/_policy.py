@@ -32,16 +32,13 @@ _F32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
-    """Dtypes of the values in a training step.
-
-    A policy is static: it is hashable, compares by value and can be an argument of
-    `jax.jit(..., static_argnums=...)`. It holds no arrays.
+    """Dtypes of the values in a training step: hashable, and without arrays.
 
     Attributes:
         param_dtype: The dtype in which parameters are stored.
         compute_dtype: The dtype of the forward and backward pass. `None` means the
-            configured half precision, looked up whenever the policy is used; in a
-            gradient function with `NoLossScaling` it means bf16 if none was configured.
+            configured half precision at the time of use; in a gradient function with
+            `NoLossScaling` it means bf16 if none was configured.
         output_dtype: The dtype in which results leave the model.
         grad_dtype: The dtype of the gradients that are returned. `None` means f32 for
             parameters of 32 bits or fewer, and the parameter's dtype for wider ones.
@@ -57,11 +54,8 @@ class Policy:
     any name. An argument that is an array is kept by an expression for its whole name.
     Modules of a kept type *run* in f32, in the gradient functions and in `cast_function`:
     inputs are widened, and results come back in the widest dtype among the floating
-    inputs. That includes modules of Flax Linen and Haiku, whose parameters are in
-    dictionaries: keep those by their paths.
-
-    In a call of a gradient function a string or type that selects nothing is an error;
-    `cast_to_compute` and `cast_function` take any tree.
+    inputs. The parameters of Flax Linen and Haiku are in dictionaries: keep those by their
+    paths. In a gradient function a string or type that selects nothing is an error.
 
     Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
     variables other than parameters, and the layers `eqx.nn.BatchNorm`,
@@ -101,16 +95,18 @@ class Policy:
             ValueError: If a dtype is not floating with at least 16 bits.
             TypeError: If `keep` holds anything but selectors.
         """
-        if isinstance(param_dtype, str) and _is_description(param_dtype):
+        name = param_dtype if isinstance(param_dtype, str) else ""
+        if "=" in name or name.strip() in PRECISIONS:
             raise ValueError(
                 f"`param_dtype` must be a dtype, but {param_dtype!r} is a whole policy. "
                 f"Use `mpx.get_policy({param_dtype!r})`."
             )
-        parse = parse_float_dtype
+        if isinstance(compute_dtype, str) and compute_dtype == "half":
+            compute_dtype = None
         values = {
-            "param_dtype": parse(param_dtype, "param_dtype"),
-            "compute_dtype": _parse_compute(compute_dtype),
-            "output_dtype": parse(output_dtype, "output_dtype"),
+            "param_dtype": parse_float_dtype(param_dtype, "param_dtype"),
+            "compute_dtype": _optional(compute_dtype, "compute_dtype"),
+            "output_dtype": parse_float_dtype(output_dtype, "output_dtype"),
             "grad_dtype": _optional(grad_dtype, "grad_dtype"),
             "reduce_dtype": parse_reduce(reduce_dtype),
             "keep": parse_selectors(keep, "keep"),
@@ -119,21 +115,12 @@ class Policy:
             object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
-        """Returns the string from which `get_policy` makes this policy.
-
-        What `keep` holds, which are Python objects, is not part of it.
-        """
-        compute = "half" if self.compute_dtype is None else self.compute_dtype
-        parts = {
-            "p": self.param_dtype,
-            "c": compute,
-            "o": self.output_dtype,
-            "g": self.grad_dtype,
-            "r": self.reduce_dtype,
-        }
+        """Returns the string from which `get_policy` makes this policy, without `keep`."""
+        dtypes = [self.param_dtype, self.compute_dtype or "half", self.output_dtype]
+        pairs = zip("pcogr", [*dtypes, self.grad_dtype, self.reduce_dtype], strict=True)
         return ",".join(
             f"{key}={dtype if isinstance(dtype, str) else short_name(dtype)}"
-            for key, dtype in parts.items()
+            for key, dtype in pairs
             if dtype is not None
         )
 
@@ -144,32 +131,19 @@ class Policy:
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `param_dtype`; `keep` does not apply.
 
-        Running statistics are never narrowed: `eqx.nn.State`, `batch_stats` of Flax
-        Linen and NNX variables other than `nnx.Param`. So a whole model can be made
-        bf16, with its parameters tied as before.
-
-        Examples:
-            >>> import jax.numpy as jnp
-            >>> variables = {"params": jnp.ones(2), "batch_stats": jnp.ones(2)}
-            >>> low = Policy("bf16").cast_to_param(variables)
-            >>> low["params"].dtype, low["batch_stats"].dtype
-            (dtype(bfloat16), dtype('float32'))
+        Running statistics are never narrowed, so a whole model can be made bf16.
         """
         return _cast_beside_state(tree, self.param_dtype)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
-        """Casts floating leaves to `output_dtype`; `keep` does not apply.
-
-        Running statistics are never narrowed; see `cast_to_param`.
-        """
+        """Casts floating leaves to `output_dtype`, as `cast_to_param` does."""
         return _cast_beside_state(tree, self.output_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `compute_dtype`, except what `keep` names.
 
-        The structure of the tree stays as it is. Kept modules run in f32 in the gradient
-        functions and in `cast_function`; a module that you call yourself has its kept
-        parameters in f32, and type promotion decides.
+        A kept module that you call yourself has its parameters in f32, and type promotion
+        decides; the gradient functions and `cast_function` run it in f32.
         """
         return self.keeping().cast(tree)
 
@@ -183,14 +157,6 @@ class Policy:
 
         Raises:
             ValueError: If `func` is under `amp` and the policy computes in another dtype.
-
-        Examples:
-            >>> import equinox as eqx
-            >>> import jax.numpy as jnp
-            >>> policy = Policy("f32", "bf16", "f32", keep=eqx.nn.LayerNorm)
-            >>> norm = eqx.nn.LayerNorm(2)
-            >>> policy.cast_function(lambda norm, x: norm(x))(norm, jnp.ones(2)).dtype
-            dtype('float32')
         """
 
         @functools.wraps(func)
@@ -253,11 +219,6 @@ def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:
     return None if dtype is None else parse_float_dtype(dtype, what)
 
 
-def _parse_compute(dtype: DTypeLike | None) -> np.dtype | None:
-    is_half = isinstance(dtype, str) and dtype == "half"  # as in a policy's string
-    return None if is_half else _optional(dtype, "compute_dtype")
-
-
 _POLICY_KEYS = {
     key: f"{long.removesuffix('s')}_dtype"
     for long in ("params", "compute", "output", "grad", "reduce")
@@ -275,7 +236,7 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
 
     The names of other frameworks are understood: `"bf16-mixed"`, `"mixed_bfloat16"`,
     `"16-mixed"` and `"mixed_float16"` store f32 and compute in 16 bits, `"bf16-true"` and
-    `"16-true"` are 16 bits throughout, like `"bf16"` and `"f16"` (or `"fp16"`) here.
+    `"16-true"` are 16 bits throughout.
 
     Args:
         policy: The description; `str` of a policy gives it back. A policy comes back
@@ -301,7 +262,10 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
             )
         return policy
     if not isinstance(policy, str):
-        raise TypeError(_not_a_policy(policy))
+        raise TypeError(
+            '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", '
+            f"but {policy!r} was given."
+        )
     text = policy.strip()
     if text in PRECISIONS:
         param, compute = PRECISIONS[text]
@@ -318,16 +282,17 @@ def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     options: dict[str, PyTree] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in _POLICY_KEYS or not value:
+        name = _POLICY_KEYS.get(key)
+        if name is None or not value:
             raise ValueError(
                 f"{part.strip()!r} in the policy {policy!r} is not understood. Write "
                 "`key=dtype` with a key among p, c, o, g, r (or params, compute, "
                 'output, grad, reduce), for example "p=f32,c=bf16,o=f32".'
             )
-        if _POLICY_KEYS[key] in options:
+        if name in options:
             raise ValueError(f"The policy {policy!r} gives `{key}` twice.")
-        is_word = _POLICY_KEYS[key] == "reduce_dtype" and value == COMPUTE
-        options[_POLICY_KEYS[key]] = value if is_word else _policy_dtype(value, policy)
+        is_word = name == "reduce_dtype" and value == COMPUTE
+        options[name] = value if is_word else _policy_dtype(value, policy)
     param = options.setdefault("param_dtype", _F32)
     compute = options.setdefault("compute_dtype", param)
     options.setdefault("output_dtype", compute)
@@ -336,11 +301,6 @@ def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
         if dtype is None and name != "compute_dtype":
             options[name] = half_precision_datatype()
     return options
-
-
-def _is_description(text: str) -> bool:
-    """Returns whether a string is a whole policy, and not the name of a dtype."""
-    return "=" in text or text.strip() in PRECISIONS
 
 
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:
@@ -359,17 +319,4 @@ def _policy_dtype(name: str, policy: str) -> np.dtype | None:
 
 def as_policy(policy: "Policy | str | None") -> Policy:
     """Returns a policy from what a user may pass for one; `None` is half compute."""
-    if policy is None:
-        return Policy()
-    if isinstance(policy, str):
-        return get_policy(policy)
-    if not isinstance(policy, Policy):
-        raise TypeError(_not_a_policy(policy))
-    return policy
-
-
-def _not_a_policy(policy: object) -> str:
-    return (
-        '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '
-        f"{policy!r} was given."
-    )
+    return Policy() if policy is None else get_policy(policy)

@@ -1,22 +1,15 @@
-r"""Selectors: one way to name layers, parameters and operations.
+"""Selectors: one way to name layers, parameters and operations.
 
-`Policy(keep=)`, `cast_tree(where=)`, `amp(keep=)`, `fp8(keep=, include=)` and
-`ParamGroup(where)` take a selector or a list of selectors. A selector is one of
+A selector is a regular expression, a type or a predicate `(path, leaf) -> bool`.
 
-- a string: a regular expression that is searched in the path of a parameter, such as
-  `layers/0/norm/weight`, and in `amp` and `fp8` also in the path of `jax.named_scope`s
-  around an operation. The path starts inside the argument that holds the parameter: the
-  name of the argument, which reports put before it, is no part of it, so that `^` means
-  the same everywhere. An argument that is an array by itself has no path; a string
-  selects it if it matches the whole name of the argument;
-- a type such as `eqx.nn.LayerNorm`: everything that nodes of this type hold and, where
-  functions run, what their `__call__` computes;
-- a predicate `(path, leaf) -> bool`; in `fp8` a predicate of a matmul as
-  `mpx.inspect.report` lists it.
+- An expression is searched in the path of a parameter, such as `layers/0/norm/weight`, and
+  in `amp` and `fp8` also in the path of `jax.named_scope`s around an operation. The path
+  starts inside the argument that holds the parameter. An argument that is an array by
+  itself has no path: the expression must match the whole name of the argument.
+- A type such as `eqx.nn.LayerNorm` selects everything that nodes of this type hold and,
+  where functions run, what their `__call__` computes.
 
-A string or a type that selects nothing is an error that lists near names. A predicate may
-be false everywhere, except that a group of an optimizer must hold a parameter. Write
-`"norm|head"` where one of two names is enough.
+An expression or a type that selects nothing is an error that lists near names.
 """
 
 import difflib
@@ -64,8 +57,7 @@ def check_pattern(pattern: object, what: str) -> None:
 def search(pattern: str, name: str) -> bool:
     """Returns whether a regular expression selects a leaf, a scope or a function."""
     path = getattr(name, "path", name)
-    # An argument that is an array has no path. Its own name must match as a whole: an
-    # input that happens to be called `norm_x` is not what "norm" means.
+    # An input that happens to be called `norm_x` is not what "norm" means.
     return bool(re.search(pattern, path) if path else re.fullmatch(pattern, name))
 
 
@@ -77,14 +69,12 @@ def matches(selector: Selector, name: str, leaf: PyTree) -> bool:
         held = any(issubclass(kind, selector) for kind in getattr(name, "types", ()))
         return held or isinstance(leaf, selector)
     found = selector(str(getattr(name, "path", name)), leaf)
-    if (dtype := dtype_of(found)) is not None and (
-        dtype != np.dtype(bool) or shape_of(found) != () or is_tracer(found)
-    ):
+    dtype, shape, traced = dtype_of(found), shape_of(found), is_tracer(found)
+    if dtype is not None and (dtype != np.dtype(bool) or shape != () or traced):
         raise TypeError(
             f"The predicate {selector!r} must return True or False, but for `{name}` it "
-            f"returned an array: {dtype} of shape {shape_of(found)}"
-            f"{', traced' if is_tracer(found) else ''}. Use the path, the shape or the "
-            "dtype of a leaf, not its values."
+            f"returned an array: {dtype} of shape {shape}{', traced' * traced}. Use the "
+            "path, the shape or the dtype of a leaf, not its values."
         )
     return bool(found)
 
@@ -97,18 +87,13 @@ def shown(selector: Selector) -> str:
 
 
 class Matcher:
-    """Selectors at work in one call, which note what they select.
-
-    Attributes:
-        selectors: The selectors, in order.
-        kinds: The types of the nodes of the trees whose leaves were asked about.
-    """
+    """Selectors at work in one call, which note what they select."""
 
     def __init__(self, selectors: Sequence[Selector], what: str) -> None:
         """Prepares selectors that the user gave as the option `what`."""
         self.selectors = tuple(selectors)
         self._what, self._names = what, dict[str, None]()
-        self.kinds = dict[type, None]()
+        self.kinds = dict[type, None]()  # of the nodes around the leaves asked about
         self._idle = [s for s in selectors if isinstance(s, str | type)]
 
     @property
@@ -122,13 +107,11 @@ class Matcher:
             return None
         self._names.setdefault(getattr(name, "path", name) or name)
         self.kinds.update(dict.fromkeys(getattr(name, "types", ())))
-        # Each is asked: those that select nothing are an error.
-        found = [
-            selector
-            for selector in self.selectors
-            if (leaf is not None or isinstance(selector, str | type))
-            and matches(selector, name, leaf)
-        ]
+        found = []  # each is asked: those that select nothing are an error
+        for selector in self.selectors:
+            is_asked = leaf is not None or isinstance(selector, str | type)
+            if is_asked and matches(selector, name, leaf):
+                found.append(selector)
         self._idle = [s for s in self._idle if s not in found]
         return found[0] if found else None
 
@@ -148,22 +131,11 @@ def check_selectors(
     named: Iterable[tuple[str, PyTree]],
     was_called: Callable[[type], bool] = lambda _: False,
 ) -> None:
-    """Raises for strings and types that select none of these leaves and scopes.
-
-    The arguments are those of `Matcher`, `Matcher.find` and `Matcher.check`.
-    """
+    """Raises for strings and types that select none of these leaves and scopes."""
     matcher = Matcher(tuple(selectors), what)
     for name, leaf in named:
         matcher.find(name, leaf)
     matcher.check(was_called)
-
-
-_MEANT = {
-    str: "Paths start inside the argument that holds a parameter, such as "
-    "`layers/0/norm/weight`, without the name of the argument.",
-    type: "No argument holds a node of this type, and none was called. Parameters in a "
-    "dictionary, as in Linen and Haiku, are selected by their paths.",
-}
 
 
 def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> ValueError:
@@ -174,9 +146,16 @@ def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> Valu
     wanted = re.sub(r"[^\w/.]", "", shown(selector))
     found = difflib.get_close_matches(wanted, parts, n=3)
     near = list(dict.fromkeys(parts[part] for part in found))
-    kind = str if isinstance(selector, str) else type
-    meant = _MEANT[kind]
-    if not isinstance(selector, str | type):
+    meant = (
+        "No argument holds a node of this type, and none was called. Parameters in a "
+        "dictionary, as in Linen and Haiku, are selected by their paths."
+    )
+    if isinstance(selector, str):
+        meant = (
+            "Paths start inside the argument that holds a parameter, such as "
+            "`layers/0/norm/weight`, without the name of the argument."
+        )
+    elif not isinstance(selector, type):
         near, meant = [], "The predicate is false for all of them."
     listed = f"Near names: {', '.join(map(repr, near))}."
     if not near:

@@ -27,6 +27,7 @@ from mpx._jax._private import (
 )
 from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
+from mpx._jax._private import eval_jaxpr as eval_jaxpr
 from mpx._jax._version import version_tuple as version_tuple
 
 # From then on Pallas takes the layouts of our grouped matmuls.
@@ -52,11 +53,7 @@ def nothing_is_traced() -> bool:
 
 
 def unpacking_targets() -> int | None:
-    """Returns into how many variables the caller of a method unpacks its object.
-
-    It is for the `__iter__` of a tuple: `a, b = object` calls that, and Python's own error
-    would only count. `None` if the object is iterated over in any other way.
-    """
+    """Returns how many variables `a, b = object`, which calls `__iter__`, has."""
     frame = sys._getframe(2)
     operation, count = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
     return count if operation == dis.opmap["UNPACK_SEQUENCE"] else None
@@ -79,22 +76,19 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Marks `x` as differing between the devices of manual mesh axes.
 
-    Under `jax.shard_map` the derivative with respect to a replicated value is summed
-    over the devices behind the caller's back. A varying value keeps its derivative
-    local. For the axis of a `vmap` nothing is tracked and `x` comes back.
+    Under `jax.shard_map` the derivative with respect to a replicated value would be
+    summed over the devices. For the axis of a `vmap` nothing is tracked and `x` comes
+    back.
     """
     mapped = jax.sharding.get_abstract_mesh().manual_axes
-    tracked = varying_axes(jax.typeof(x))
-    missing = tuple(
-        name for name in axis_names if name in mapped and name not in tracked
-    )
+    names = set(axis_names) & set(mapped) - varying_axes(jax.typeof(x))
+    missing = tuple(name for name in axis_names if name in names)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_like(x: Any, struct: Any) -> Any:
     """Marks `x` as differing between devices where `struct` says its successor does."""
-    names = varying_axes(struct)
-    return as_varying(x, tuple(sorted(names))) if names else x
+    return as_varying(x, sorted(varying_axes(struct)))
 
 
 def as_unvarying(x: jax.Array) -> jax.Array:
@@ -125,11 +119,7 @@ def zeros_of(struct: Any) -> jax.Array:
 
 
 def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
-    """Returns an identity function that raises when it is differentiated.
-
-    It is for derivatives that JAX would compute wrongly without a warning. The error is a
-    `NotImplementedError` with the given message, in forward and in reverse mode.
-    """
+    """Returns an identity that raises where JAX would differentiate wrongly."""
 
     @jax.custom_jvp
     def same(tree: PyTree) -> PyTree:
@@ -149,27 +139,13 @@ JAXPRS = (Jaxpr, ClosedJaxpr)
 """The types of jaxprs, open or closed."""
 
 
-def _eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    body = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
-    closed = body if Jaxpr is ClosedJaxpr else ClosedJaxpr(body, ())
-    return private("jaxpr_as_fun").jaxpr_as_fun(closed)(*consts, *args)
-
-
-eval_jaxpr: Callable[..., list[Any]] = getattr(
-    private("eval_jaxpr"), "eval_jaxpr", _eval_jaxpr
-)
-
-
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr and its constants; from JAX 0.11 on the two kinds are one."""
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
 def hi_jaxpr(eqn: Any) -> Any:
-    """Returns what a high-level primitive of JAX 0.12 computes, as a closed jaxpr.
-
-    `None` if the equation is none, or this version of JAX describes it in another way.
-    """
+    """Returns the jaxpr of a high-level primitive of JAX 0.12; else `None`."""
     primitive = eqn.params.get("_prim")
     if eqn.primitive.name != "call_hi_primitive" or not hasattr(primitive, "expand"):
         return None
@@ -205,14 +181,9 @@ def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     body, consts = open_jaxpr(jaxpr)
     if not consts:
         return body, ()
-    return Jaxpr(
-        constvars=(),
-        invars=[*body.constvars, *body.invars],
-        outvars=body.outvars,
-        eqns=body.eqns,
-        effects=body.effects,
-        debug_info=body.debug_info.with_unknown_names(),
-    ), consts
+    invars = [*body.constvars, *body.invars]
+    info = body.debug_info.with_unknown_names()
+    return Jaxpr((), invars, body.outvars, body.eqns, body.effects, info), consts
 
 
 @functools.cache
@@ -229,15 +200,12 @@ def as_function(jaxpr: Any) -> Any:
 def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Runs one equation unchanged, in the scopes of `source_context`.
 
-    It goes through a jaxpr of one equation, because how parameters turn into arguments
-    of `bind` is private and changes.
+    How its parameters turn into arguments of `bind` is private, and changes.
     """
     if _traced_once(eqn.primitive, eqn.params, args) is not None:
         return bind(eqn, args)
-    inputs: dict[Any, Any] = {}
-    for var, arg in zip(eqn.invars, args, strict=True):
-        if not isinstance(var, Literal):
-            inputs[var] = arg
+    pairs = zip(eqn.invars, args, strict=True)
+    inputs = {var: arg for var, arg in pairs if not isinstance(var, Literal)}
     info = eqn.source_info
     # Or its scopes would count twice.
     eqn = eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)()))
@@ -280,11 +248,7 @@ def _traced_once(
     Under `jax.grad`, JAX linearizes each primitive anew, in 0.3 to 0.8 ms, but a jitted
     function, as `jnp.add` is one, only once for the same types. It is inlined.
     """
-    kind = tracer_type("grad")
-    for x in args:
-        if isinstance(x, kind):
-            break
-    else:
+    if tracer_type("grad") not in map(type, args):
         return None
     for name, value in params.items():
         if callable(value) or isinstance(value, JAXPRS) or name == "branches":
@@ -306,10 +270,8 @@ def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     if names is not None:
         stack = names.current_name_stack() + info.name_stack
         return names.user_context(info.traceback, name_stack=stack)
-    context = contextlib.ExitStack()
-    for scope in scopes_of(eqn):
-        context.enter_context(jax.named_scope(scope))
-    return context
+    scope = "/".join(scopes_of(eqn))
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:
@@ -356,10 +318,10 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of `lax.scan` that made a scan equation."""
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    names = ["length", "reverse", "unroll"]
     if params.get("_split_transpose"):  # private, but then the user has passed it
-        options["_split_transpose"] = True
-    return options
+        names.append("_split_transpose")
+    return {name: params[name] for name in names}
 
 
 def primitive_name(eqn: Any) -> str:
@@ -392,12 +354,9 @@ def bind_jit(
     eqn: Any, args: Sequence[Any], more: Sequence[Any], jaxpr: Any
 ) -> list[Any]:
     """Runs a jit equation with another jaxpr, which takes more inputs than before."""
-    count, unspecified = len(more), unspecified_sharding()
-    changes = {
-        "in_shardings": (*eqn.params["in_shardings"], *[unspecified] * count),
-        "in_layouts": (*eqn.params["in_layouts"], *[None] * count),
-        "donated_invars": (*eqn.params["donated_invars"], *[False] * count),
-    }
+    new = {"in_shardings": unspecified_sharding(), "in_layouts": None}
+    new["donated_invars"] = False
+    changes = {key: (*eqn.params[key], *[x] * len(more)) for key, x in new.items()}
     return bind(eqn, [*args, *more], jaxpr=jaxpr, **changes)
 
 

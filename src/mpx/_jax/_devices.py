@@ -1,7 +1,5 @@
 """The compute capability of the GPU that programs run on, and the rates of an H200."""
 
-import contextlib
-
 import jax
 
 from mpx._jax._compat import make_jit_context
@@ -20,15 +18,11 @@ _CAPABILITIES = {
     **dict.fromkeys(("B200", "GB200"), (10, 0)),
 }
 
-# Part of the cache key of `jax.jit`: which kernels a program has depends on it.
-_assumed = make_jit_context(None)
+assumed_gpu = make_jit_context(None)
+"""Traces the code inside for a GPU of this capability; `None` for that which is there.
 
-
-def assumed_gpu(
-    capability: tuple[int, int] | None,
-) -> contextlib.AbstractContextManager[object]:
-    """Traces the code inside for a GPU of this kind; `None` for that which is there."""
-    return _assumed(capability)
+It is part of the cache key of `jax.jit`: which kernels a program has depends on it.
+"""
 
 
 def _local_gpu() -> tuple[int, int] | str | None:
@@ -44,8 +38,8 @@ def _local_gpu() -> tuple[int, int] | str | None:
 
 def cuda_capability() -> tuple[int, int] | None:
     """Returns the compute capability of the default device, if it is a CUDA GPU."""
-    if _assumed.value is not None:
-        return _assumed.value
+    if assumed_gpu.value is not None:
+        return assumed_gpu.value
     chosen = getattr(jax.config, "jax_default_device", None)
     if getattr(chosen, "platform", chosen) not in (None, "gpu", "cuda"):
         return None
@@ -54,14 +48,13 @@ def cuda_capability() -> tuple[int, int] | None:
 
 
 def gpu_capability() -> tuple[int, int] | str | None:
-    """Returns the compute capability of the GPU to compile for.
+    """Returns the compute capability of the GPU to compile for, `(9, 0)` for an H200.
 
-    It is `(9, 0)` for an H200, and the name of the architecture on GPUs of other makers.
-    Where there is no GPU, it is that of the mesh in use, if that describes GPUs, and else
-    `None`.
+    It is the name of the architecture on GPUs of other makers. Where there is no GPU,
+    it is that of the mesh in use, if that describes GPUs, and else `None`.
     """
-    if _assumed.value is not None:
-        return _assumed.value
+    if assumed_gpu.value is not None:
+        return assumed_gpu.value
     if (found := _local_gpu()) is not None:
         return found
     device = jax.sharding.get_abstract_mesh().abstract_device

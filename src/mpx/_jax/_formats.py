@@ -14,24 +14,15 @@ class Format:
 
     A value is `(-1)**sign * 2**e * (1 + m / 2**mantissa)`; the spacing of the numbers
     in `[1, 2)` is `eps = 2**-mantissa`.
-
-    Attributes:
-        name: The short name used in messages and policies.
-        bits: The significant bits: 19 for tf32, which is stored in 32.
-        exponent: The number of exponent bits.
-        mantissa: The number of explicitly stored mantissa bits.
-        max: The largest finite number.
-        tiny: The smallest positive normal number.
-        smallest: The smallest positive subnormal number.
     """
 
     name: str
-    bits: int
-    exponent: int
-    mantissa: int
-    max: float
-    tiny: float
-    smallest: float
+    bits: int  # significant ones: 19 for tf32, which is stored in 32
+    exponent: int  # the number of exponent bits
+    mantissa: int  # the number of explicitly stored mantissa bits
+    max: float  # the largest finite number
+    tiny: float  # the smallest positive normal number
+    smallest: float  # the smallest positive subnormal number
 
     @property
     def eps(self) -> float:
@@ -41,15 +32,8 @@ class Format:
 
 def _from_dtype(name: str, dtype: DTypeLike) -> Format:
     info = ml_dtypes.finfo(dtype)
-    return Format(
-        name=name,
-        bits=info.bits,
-        exponent=info.nexp,
-        mantissa=info.nmant,
-        max=float(info.max),
-        tiny=float(info.smallest_normal),
-        smallest=float(info.smallest_subnormal),
-    )
+    numbers = map(float, (info.max, info.smallest_normal, info.smallest_subnormal))
+    return Format(name, info.bits, info.nexp, info.nmant, *numbers)
 
 
 _DTYPES: dict[str, type] = {
@@ -103,20 +87,7 @@ def short_name(dtype: np.dtype) -> str:
 
 
 def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
-    """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name.
-
-    Args:
-        dtype: A dtype, a scalar type such as `jnp.bfloat16`, or a name such as
-            `"bf16"`, `"bfloat16"`, `"fp16"` or `"full"`.
-        what: The name of the value in the error message.
-
-    Raises:
-        ValueError: If `dtype` is not a floating dtype of at least 16 bits.
-
-    Examples:
-        >>> parse_float_dtype("bf16")
-        dtype(bfloat16)
-    """
+    """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name."""
     # Names are ours alone: NumPy reads "f8" as f64, "half" as f16 and `None` as f64.
     if isinstance(dtype, str) or dtype is None:
         parsed = _NAMES.get(dtype or "")
@@ -137,14 +108,12 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 def is_float_dtype(dtype: np.dtype) -> bool:
     """Returns whether mpx casts numbers of this dtype: real floating with at least 16 bits.
 
-    The 8-bit and narrower formats are storage for quantised values, whose meaning lies
-    in a scale kept elsewhere: casting them would destroy it.
+    Narrower formats store quantised values, whose meaning lies in a scale kept
+    elsewhere.
     """
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
 
 
 def at_least_f32(dtype: np.dtype) -> np.dtype:
     """Returns f32 for 16-bit dtypes and wider dtypes as they are (complex too)."""
-    if dtype.itemsize == 2:
-        return np.dtype(jnp.float32)
-    return dtype
+    return np.dtype(jnp.float32) if dtype.itemsize == 2 else dtype

@@ -9,7 +9,6 @@ here: if it is not loaded, none of its models can be running.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -18,87 +17,63 @@ from mpx._jax._compat import is_tracer
 from mpx._jax._private import private
 from mpx._jax._tree import LeafName
 
+Func = Callable[..., PyTree]
+Run = Callable[..., tuple[PyTree, PyTree]]
 Named = tuple[LeafName, bool]
 """The name of an argument's array, and whether it is a parameter."""
 
 
-class LinenCall(NamedTuple):
-    """A call of a method of a Linen module, with the other positional arguments."""
-
-    method: Callable[..., PyTree]
-    module: PyTree
-    args: tuple[PyTree, ...]
+LinenCall = tuple[Func, tuple[PyTree, ...]]
+"""A method of a Linen module; the module and the other positional arguments."""
 
 
-def linen_call(
-    func: Callable[..., PyTree], args: tuple[PyTree, ...]
-) -> LinenCall | None:
+def linen_call(func: Func, args: tuple[PyTree, ...]) -> LinenCall | None:
     """Returns the call of a method of a Linen module, if it is one and has variables."""
     owner = getattr(func, "__self__", None)
     if _is_running(func):
-        return LinenCall(type(func).__call__, func, args)
+        return type(func).__call__, (func, *args)
     if _is_running(owner):
-        return LinenCall(getattr(func, "__func__", func), owner, args)
-    if args and _is_running(args[0]):
-        return LinenCall(func, args[0], args[1:])
-    return None
+        return getattr(func, "__func__", func), (owner, *args)
+    return (func, args) if args and _is_running(args[0]) else None
 
 
 def _is_running(module: PyTree) -> bool:
     linen = sys.modules.get("flax.linen")
-    return (
-        linen is not None
-        and isinstance(module, linen.Module)
-        and module.scope is not None
-    )
+    is_module = linen is not None and isinstance(module, linen.Module)
+    return is_module and module.scope is not None
 
 
-def call_linen(
-    call: LinenCall,
-    kwargs: dict[str, PyTree],
-    run: Callable[..., tuple[PyTree, PyTree]],
-) -> PyTree:
-    """Calls a method of a Linen module as a pure function of its variables.
-
-    `run(pure, variables, rngs, args, kwargs)` calls the pure function.
-    """
-    flax = private("linen")
+def call_linen(call: LinenCall, kwargs: dict[str, PyTree], run: Run) -> PyTree:
+    """Calls a Linen method by `run(pure, variables, rngs, args, kwargs)`."""
+    flax, (method, args) = private("linen"), call
     if flax is None:
-        return call.method(call.module, *call.args, **kwargs)
+        return method(*args, **kwargs)
 
-    def lifted(
-        method: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
+    def lifted(method: Func, *args: PyTree, **kwargs: PyTree) -> PyTree:
         def inner(
-            scope_fn: PyTree,
-            repack: PyTree,
-            variables: PyTree,
-            rngs: PyTree,
-            *args: PyTree,
-            **kwargs: PyTree,
+            scope_fn: PyTree, repack: PyTree, *given: PyTree, **kwargs: PyTree
         ) -> tuple[PyTree, PyTree]:
+            variables, rngs, *args = given
+
             def pure(
                 variables: PyTree, rngs: PyTree, args: PyTree, kwargs: PyTree
             ) -> tuple[PyTree, PyTree]:
                 scope = scope_fn(variables, rngs)
                 return method(scope, *args, **kwargs), repack(scope)
 
-            return run(pure, variables, rngs, args, kwargs)
+            return run(pure, variables, rngs, tuple(args), kwargs)
 
-        packed = flax.pack(
-            inner, (True,), (True,), (True,), name="amp", enable_kwargs=True
-        )
+        every = ((True,),) * 3
+        packed = flax.pack(inner, *every, name="amp", enable_kwargs=True)
         return packed(*args, **kwargs)
 
-    return flax.lift_direct_transform(
-        lifted, (call.method,), call.module, *call.args, **kwargs
-    )
+    return flax.lift_direct_transform(lifted, (method,), *args, **kwargs)
 
 
 def linen_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `params/Dense_0/kernel` for `variables/0/0/params/Dense_0/kernel`.
+    """Returns `params/Dense_0/kernel`, and whether it is a parameter, for its variable.
 
-    The second result tells whether it is a parameter.
+    That has the name `variables/0/0/params/Dense_0/kernel`.
     """
     del is_param  # other arguments of a method are none
     if name.argument != "variables":
@@ -144,15 +119,9 @@ def in_haiku() -> bool:
 
 
 def call_haiku(
-    func: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    run: Callable[..., tuple[PyTree, PyTree]],
+    func: Func, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], run: Run
 ) -> PyTree:
-    """Calls a function inside `hk.transform` as a pure one of Haiku's variables.
-
-    `run(pure, variables, func, args, kwargs)` calls the pure function.
-    """
+    """Calls a Haiku function by `run(pure, variables, func, args, kwargs)`."""
     haiku = private("haiku")
     if haiku is None:
         return func(*args, **kwargs)

@@ -12,15 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from mpx._jax._tree import (
-    LeafName,
-    cast_leaf,
-    is_floating,
-    map_with_name,
-    named_leaves,
-)
+from mpx._jax._tree import LeafName, cast_leaf, is_floating, map_with_name, named_leaves
 
 Path = tuple[object, ...]
+Nodes = Mapping[LeafName, PyTree]  # NNX objects, or what stands for them, by name
+Cast = Callable[[LeafName, PyTree], PyTree]
 
 
 def nnx_module() -> Any:
@@ -37,11 +33,9 @@ def is_nnx(node: PyTree) -> bool:
 def is_variable_of_state(kind: type) -> bool:
     """Returns whether a type is that of NNX variables other than parameters."""
     nnx = nnx_module()
-    return (
-        nnx is not None
-        and issubclass(kind, nnx.Variable)
-        and not issubclass(kind, nnx.Param)
-    )
+    if nnx is None:
+        return False
+    return issubclass(kind, nnx.Variable) and not issubclass(kind, nnx.Param)
 
 
 # --- Objects in pytrees ---------------------------------------------------------------
@@ -75,15 +69,17 @@ def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, P
     return (plain if objects else tree), objects
 
 
-def put_back(tree: PyTree, objects: Mapping[LeafName, PyTree]) -> PyTree:
+def put_back(tree: PyTree, objects: Nodes) -> PyTree:
     """Puts NNX objects, or whatever has their names, into their slots."""
     return jax.tree.map(
         lambda node: objects[node.name] if is_slot(node) else node, tree
     )
 
 
-def clone(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
+def copy(objects: Nodes) -> dict[LeafName, PyTree]:
     """Returns fresh objects with the same arrays; what they share stays shared."""
+    if not objects:
+        return {}
     nnx = nnx_module()
     graphdef, state = nnx.split(tuple(objects.values()))
     # Copies of the variables, else `merge` would put the very same ones into both.
@@ -91,15 +87,7 @@ def clone(objects: Mapping[LeafName, PyTree]) -> dict[LeafName, PyTree]:
     return dict(zip(objects, fresh, strict=True))
 
 
-def copy(tree: PyTree) -> PyTree:
-    """Returns a tree with fresh NNX objects, whose state is their own."""
-    plain, objects = take_out(tree)
-    return put_back(plain, clone(objects)) if objects else tree
-
-
-def map_variables(
-    objects: Mapping[LeafName, PyTree], fn: Callable[[LeafName, PyTree], PyTree]
-) -> None:
+def map_variables(objects: Nodes, fn: Cast) -> None:
     """Maps the floating arrays of NNX objects, in place."""
     nnx, nodes = nnx_module(), tuple(objects.values())
     before = nnx.state(nodes)
@@ -108,10 +96,7 @@ def map_variables(
 
 
 def _map_state(
-    state: PyTree,
-    names: Mapping[Path, LeafName],
-    fn: Callable[[LeafName, PyTree], PyTree],
-    start: Path = (),
+    state: PyTree, names: Mapping[Path, LeafName], fn: Cast, start: Path = ()
 ) -> PyTree:
     """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
 
@@ -124,22 +109,16 @@ def _map_state(
     return nnx.from_flat_state(flat)
 
 
-def map_params(
-    objects: Mapping[LeafName, PyTree],
-    params: Mapping[LeafName, PyTree],
-    fn: Callable[[LeafName, PyTree], PyTree],
-) -> dict[LeafName, PyTree]:
+def map_params(objects: Nodes, params: Nodes, fn: Cast) -> dict[LeafName, PyTree]:
     """Maps the floating arrays of parameters that were split off NNX objects."""
-    names, owners = variable_names(objects), tuple(objects)
+    names, places = variable_names(objects), {x: i for i, x in enumerate(objects)}
     return {
-        owner: _map_state(state, names, fn, (owners.index(owner),))
+        owner: _map_state(state, names, fn, (places[owner],))
         for owner, state in params.items()
     }
 
 
-def variable_names(
-    objects: Mapping[LeafName, PyTree],
-) -> dict[Path, LeafName]:
+def variable_names(objects: Nodes) -> dict[Path, LeafName]:
     """Returns the names of the variables of NNX objects, by their paths in a tuple."""
     nnx = nnx_module()
     names, nodes = tuple(objects), tuple(objects.values())
@@ -156,12 +135,6 @@ def variable_names(
     return found
 
 
-def _holds_same(a: PyTree, b: PyTree) -> bool:
-    """Returns whether two trees of one structure hold the very same leaves."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x is y for x, y in pairs)
-
-
 def params_of(node: PyTree) -> PyTree:
     """Returns the state of an object's parameters."""
     return nnx_module().state(node, nnx_module().Param)
@@ -172,10 +145,7 @@ def without_variables(tree: PyTree) -> PyTree:
     nnx = nnx_module()
     if nnx is None:
         return tree
-
-    def is_variable(node: PyTree) -> bool:
-        return isinstance(node, nnx.Variable)
-
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return jax.tree.map(
         lambda node: node.get_raw_value() if is_variable(node) else node,
         tree,
@@ -195,30 +165,23 @@ class Objects(NamedTuple):
     rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
 
 
-def split(
-    objects: Mapping[LeafName, PyTree], differentiated: tuple[LeafName, ...]
-) -> Objects:
+def split(objects: Nodes, differentiated: tuple[LeafName, ...]) -> Objects:
     """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters."""
     _check_sharing(objects, differentiated)
     nnx, names = nnx_module(), tuple(objects)
 
-    def params_at(position: int) -> PyTree:
-        return lambda path, value: path[0] == position and isinstance(value, nnx.Param)
+    def is_param(path: PyTree, value: PyTree) -> bool:
+        return names[path[0]] in differentiated and isinstance(value, nnx.Param)
 
-    filters = [params_at(names.index(name)) for name in differentiated]
-    graphdef, *states = nnx.split(tuple(objects.values()), *filters, ...)
-    params = {
-        name: nnx.from_flat_state(
-            [(path[1:], leaf) for path, leaf in nnx.to_flat_state(state)]
-        )
-        for name, state in zip(differentiated, states[:-1], strict=True)
-    }
-    return Objects(names, graphdef, params, states[-1])
+    graphdef, state, rest = nnx.split(tuple(objects.values()), is_param, ...)
+    flat = {name: [] for name in differentiated}
+    for (position, *path), variable in nnx.to_flat_state(state):
+        flat[names[position]].append((tuple(path), variable))
+    params = {name: nnx.from_flat_state(found) for name, found in flat.items()}
+    return Objects(names, graphdef, params, rest)
 
 
-def _check_sharing(
-    objects: Mapping[LeafName, PyTree], differentiated: tuple[LeafName, ...]
-) -> None:
+def _check_sharing(objects: Nodes, differentiated: tuple[LeafName, ...]) -> None:
     nnx = nnx_module()
     owners: dict[int, str] = {}
     for name, node in objects.items():
@@ -242,16 +205,13 @@ class Merged(NamedTuple):
     found: tuple[dict[LeafName, PyTree], PyTree]  # their state, as the call finds it
 
 
-def merge(
-    source: Objects, cast: Callable[[LeafName, PyTree], PyTree] | None = None
-) -> Merged:
+def merge(source: Objects, cast: Cast | None = None) -> Merged:
     """Builds fresh NNX objects, with each floating array mapped by `cast`."""
     nnx = nnx_module()
     # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
     fresh, rest = jax.tree.map(lambda x: x, (source.params, source.rest))
-    flat = (_positioned(source, name, state) for name, state in fresh.items())
-    params = map(nnx.from_flat_state, flat)
-    merged = nnx.merge(source.graphdef, *params, rest)
+    flat = [x for pair in fresh.items() for x in _positioned(source, *pair)]
+    merged = nnx.merge(source.graphdef, nnx.from_flat_state(flat), rest)
     objects = dict(zip(source.names, merged, strict=True))
     if cast is not None:
         map_variables(objects, cast)
@@ -266,9 +226,7 @@ def _positioned(
     return [((position, *path), variable) for path, variable in flat]
 
 
-def _parts(
-    objects: Mapping[LeafName, PyTree], source: Objects
-) -> tuple[dict[LeafName, PyTree], PyTree]:
+def _parts(objects: Nodes, source: Objects) -> tuple[dict[LeafName, PyTree], PyTree]:
     """Returns copies of parameters and rest, which later calls do not change."""
     now = split(objects, tuple(source.params))
     return jax.tree.map(lambda x: x, (now.params, now.rest))
@@ -304,9 +262,7 @@ def state_after(merged: Merged) -> tuple[dict[LeafName, PyTree], PyTree]:
     return {name: new for (name, new), old in pairs if new is not old}, rest
 
 
-def assign(
-    objects: Mapping[LeafName, PyTree], source: Objects, arrays: Mapping[str, PyTree]
-) -> None:
+def assign(objects: Nodes, source: Objects, arrays: Mapping[str, PyTree]) -> None:
     """Writes parameters, by the names of `state_after`, into the caller's objects."""
     nnx, old, new = nnx_module(), [], []
     for owner, params in source.params.items():
@@ -322,13 +278,10 @@ def update(
     """Writes changed state back into the caller's objects."""
     nnx = nnx_module()
     if before is not None:
-        old = dict(nnx.to_flat_state(before))
-        changed = [
-            (path, variable)
-            for path, variable in nnx.to_flat_state(rest)
-            if not _holds_same(variable, old[path])
-        ]
-        rest = nnx.from_flat_state(changed)
+        ids = lambda variable: [*map(id, jax.tree.leaves(variable))]  # noqa: E731
+        old = {path: ids(x) for path, x in nnx.to_flat_state(before)}
+        new = [(path, x) for path, x in nnx.to_flat_state(rest) if ids(x) != old[path]]
+        rest = nnx.from_flat_state(new)
     nnx.update(tuple(objects.values()), rest)
 
 

@@ -1,8 +1,8 @@
 """Private names of JAX, Flax and Haiku, with what mpx loses without each; JAX's types.
 
 Any release may rename or remove such a name. It is reached only through `private`, so
-that a missing one turns one feature off, with one warning. A type of JAX is that of a
-value which a public function makes.
+that a missing one turns one feature off, with one warning. Names that are imported from
+`jax.core` and `jax.extend.core` are those that Equinox needs, too.
 """
 
 import contextlib
@@ -11,139 +11,120 @@ import pkgutil
 import sys
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax.core import Tracer as Tracer
+from jax.core import eval_jaxpr as eval_jaxpr
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
 
 from mpx._jax._warn import warn
 
 
-class Feature(NamedTuple):
-    """A part of mpx that needs private names, by module.
+class Feature:
+    """A part of mpx that needs private names, and what is lost without."""
 
-    `lost` is what happens without them, for the warning; empty if nothing is lost.
-    """
-
-    lost: str
-    modules: dict[str, str]
-
-    @property
-    def names(self) -> Iterator[str]:
-        """The names as `module:name`."""
-        for module, names in self.modules.items():
-            yield from (f"{module}:{name}" for name in names.split())
+    def __init__(self, lost: str, *modules: str) -> None:
+        """Lists the names as `module:name`."""
+        self.lost = lost
+        parts = [text.partition(":") for text in modules]
+        self.names = [f"{x}:{name}" for x, _, names in parts for name in names.split()]
 
 
 # What a primitive of our own needs: derivatives, batching, lowering.
-_RULES = {
-    "jax.interpreters.ad": "Zero instantiate_zeros is_undefined_primal primitive_jvps "
+_RULES = (
+    "jax.interpreters.ad: Zero instantiate_zeros is_undefined_primal primitive_jvps "
     "primitive_transposes",
-    "jax.interpreters.batching": "primitive_batchers",
-    "jax.interpreters.mlir": "lower_fun register_lowering",
-}
+    "jax.interpreters.batching: primitive_batchers",
+    "jax.interpreters.mlir: lower_fun register_lowering",
+)
 FEATURES = {
-    "eval_jaxpr": Feature("", {"jax.core": "eval_jaxpr"}),
-    "jaxpr_as_fun": Feature("", {"jax.extend.core": "jaxpr_as_fun"}),
     "varying": Feature(
         "mpx cannot tell which values of a `jax.shard_map` differ between devices, and "
         "may be refused there; pass `check_vma=False`",
-        {"jax.core": "ShapedArray.manual_axis_type"},
+        "jax.core: ShapedArray.manual_axis_type",
     ),
     "scopes": Feature(
         "`jax.named_scope`s around a call of `amp` are not seen, and its operations have "
         "no source lines",
-        {"jax.extend.source_info_util": "current_name_stack user_context"},
+        "jax.extend.source_info_util: current_name_stack user_context",
     ),
     "source": Feature(
         "reports show no source lines, and rules for functions have no effect",
-        {"jax._src.source_info_util": "user_frames"},
+        "jax._src.source_info_util: user_frames",
     ),
     "trace_state": Feature(
         "`amp` outside `jit` rewrites jitted functions anew on each call",
-        {"jax._src.core": "trace_state_clean"},
+        "jax._src.core: trace_state_clean",
     ),
     "primitive_names": Feature(
         "rules can name the primitives of `jax.lax` only; pass others as objects",
-        {"jax._src.interpreters.mlir": "_lowerings _platform_specific_lowerings"},
+        "jax._src.interpreters.mlir: _lowerings _platform_specific_lowerings",
     ),
     "attention": Feature(
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
-        {
-            "jax._src.dispatch": "prim_requires_devices_during_lowering",
-            **_RULES,
-        },
+        "jax._src.dispatch: prim_requires_devices_during_lowering",
+        *_RULES,
     ),
     "cudnn_checks": Feature(
         "attention is not lowered to cuDNN's kernel for a GPU that is not there",
-        {
-            "jax._src.cudnn.fused_attention_stablehlo": "check_cudnn_version "
-            "check_compute_capability",
-        },
+        "jax._src.cudnn.fused_attention_stablehlo: check_cudnn_version "
+        "check_compute_capability",
     ),
-    "topology": Feature("", {"jax.experimental.topologies": "get_topology_desc"}),
+    "topology": Feature("", "jax.experimental.topologies: get_topology_desc"),
     "kernels": Feature(
         "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
         "Triton kernels",
-        {
-            "jax.experimental.custom_partitioning": "custom_partitioning",
-            "jax.experimental.pallas": "ds no_block_spec pallas_call program_id",
-            "jax.experimental.pallas.triton": "CompilerParams elementwise_inline_asm "
-            "load store",
-        },
+        "jax.experimental.custom_partitioning: custom_partitioning",
+        "jax.experimental.pallas: ds no_block_spec pallas_call program_id",
+        "jax.experimental.pallas.triton: CompilerParams elementwise_inline_asm load store",
     ),
     "matmul_grads": Feature(
         "gradients under automatic sharding are summed over devices in the compute dtype",
-        _RULES,
+        *_RULES,
     ),
     "grouped": Feature(
         "ragged matmuls compute every group for every row instead of in a grouped kernel",
-        {
-            "jax.experimental.pallas": "ds multiple_of run_scoped when",
-            "jax.experimental.pallas.mosaic_gpu": "ACC BlockSpec CompilerParams Layout "
-            "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
-            "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
-            **_RULES,
-        },
+        "jax.experimental.pallas: ds multiple_of run_scoped when",
+        "jax.experimental.pallas.mosaic_gpu: ACC BlockSpec CompilerParams Layout "
+        "LoweringSemantics SMEM commit_smem copy_smem_to_gmem emit_pipeline kernel "
+        "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
+        *_RULES,
     ),
     "cross_entropy": Feature(
         "JAX differentiates `mpx.linear_cross_entropy`, which takes twice as long",
-        _RULES,
+        *_RULES,
     ),
     "exchange": Feature(
         "`python -m mpx doctor --cluster` cannot compare processes",
-        {"jax.experimental.multihost_utils": "process_allgather"},
+        "jax.experimental.multihost_utils: process_allgather",
     ),
     "linen_variables": Feature(
         "`amp` does not notice that a function changes variables of a Linen model that "
         "it closes over",
-        {"flax.linen.module": "_context"},
+        "flax.linen.module: _context",
     ),
     "linen": Feature(
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
-        {
-            "flax.core.lift": "pack",
-            "flax.linen.transforms": "lift_direct_transform",
-        },
+        "flax.core.lift: pack",
+        "flax.linen.transforms: lift_direct_transform",
     ),
     "haiku": Feature(
         "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
-        {
-            "haiku._src.base": "push_jax_trace_level",
-            "haiku._src.stateful": "difference internal_state "
-            "temporary_internal_state update_internal_state",
-        },
+        "haiku._src.base: push_jax_trace_level",
+        "haiku._src.stateful: difference internal_state temporary_internal_state "
+        "update_internal_state",
     ),
 }
 
 
 @functools.cache
 def private(feature: str) -> Any:
-    """Returns the names of a feature as attributes, or `None` if one is missing.
-
-    A missing name warns once per process, where something is lost.
-    """
+    """Returns the names of a feature; `None`, with a warning, if one is missing."""
     lost, found = FEATURES[feature].lost, {}
     for name in FEATURES[feature].names:
         try:
@@ -163,14 +144,6 @@ def private(feature: str) -> Any:
 # --- Types ----------------------------------------------------------------------------
 
 _ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
-_example: Any = jax.make_jaxpr(lambda x: (lax.neg(x), 1.0))(_ARGUMENT)
-ClosedJaxpr: Any = type(_example)
-Jaxpr: Any = type(_example.jaxpr)
-if TYPE_CHECKING:
-    from jax.extend.core import Literal, Primitive
-else:
-    Literal = type(_example.jaxpr.outvars[1])
-    Primitive = type(_example.jaxpr.eqns[0].primitive)
 
 
 @functools.cache
@@ -182,12 +155,9 @@ def tracer_type(transform: str) -> type:
         seen.append(type(x))
         return x
 
-    calls = {"jit": see, "grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
+    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
     jax.eval_shape(calls[transform], _ARGUMENT)
     return seen[0]
-
-
-Tracer = tracer_type("jit").__mro__[1]  # the base of all of them
 
 
 @functools.cache
@@ -197,15 +167,9 @@ def unspecified_sharding() -> Any:
     return jaxpr.eqns[0].params["in_shardings"][0]
 
 
-# --- Kernels --------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def assumed_cudnn(version: int) -> Iterator[None]:
-    """Lets JAX lower cuDNN's attention where there is no GPU that could be asked.
-
-    It holds for all threads.
-    """
+    """Lets JAX lower cuDNN's attention without a GPU to ask, in all threads."""
     from unittest import mock
 
     names = private("cudnn_checks")

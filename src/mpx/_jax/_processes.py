@@ -16,11 +16,10 @@ _BLOCK = 1024
 def check_processes(expected: int) -> None:
     """Checks that JAX runs in as many processes as the job was given.
 
-    Processes that did not join each other each train a model of their own: every log
-    looks healthy, and all of them want to write the same checkpoints. Call it before the first
-    step, with the number that was asked for: the argument of your launcher, Slurm's
-    `SLURM_NTASKS`, Ray's `get_world_size()`. It starts the JAX backend, so it must come
-    after `jax.distributed.initialize`.
+    Processes that did not join each other each train a model of their own, and every log
+    looks healthy. Call it after `jax.distributed.initialize` and before the first step, with
+    the number that was asked for: the argument of your launcher, Slurm's `SLURM_NTASKS`,
+    Ray's `get_world_size()`.
 
     Args:
         expected: The number of processes of the job.
@@ -55,20 +54,13 @@ def check_processes(expected: int) -> None:
     )
 
 
-# --- Exchange -------------------------------------------------------------------------
-
-
 def gather(value: Any) -> list[Any]:
     """Returns the values of all processes, in their order, on every process."""
     if jax.process_count() == 1:
         return [value]
     names = private("exchange")
     if names is None:
-        raise NotImplementedError(
-            f"The {jax.process_count()} processes cannot be compared: the installed JAX "
-            "has no `multihost_utils.process_allgather`. Upgrade mpx, or install an older "
-            "JAX."
-        )
+        raise NotImplementedError("The processes cannot be compared: see the warning.")
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = names.process_allgather(np.int32(data.size)).ravel()
     # Rounded up, so that few programs are compiled.

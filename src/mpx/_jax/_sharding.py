@@ -66,23 +66,24 @@ def stacked(sharding: PyTree) -> PyTree:
     # As results of programs have it: a step must not compile again for its own results.
     while spec and spec[-1] is None:
         spec.pop()
-    spec = PartitionSpec(*spec)
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return _with_spec(sharding, PartitionSpec(*spec))
 
 
 def unstacked(sharding: PyTree) -> PyTree:
     """Returns the sharding of the parts of an array along its first axis."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(*sharding.spec[1:])
+    return _with_spec(sharding, PartitionSpec(*sharding.spec[1:]))
+
+
+def _with_spec(sharding: NamedSharding, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def zero_beside(leaves: Iterable[PyTree], dtype: DTypeLike) -> PyTree:
     """Returns a scalar zero that is replicated over the devices of some arrays.
 
-    A zero on other devices could not be used beside the arrays after a checkpoint is
-    restored, because restored arrays are committed to their devices.
+    Restored from a checkpoint, one on other devices could not be used beside them.
     """
     leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
@@ -108,8 +109,7 @@ def replicated(sharding: PyTree) -> PyTree:
 
 # --- Fully sharded data parallelism ---------------------------------------------------
 
-_GROUP = 32
-"""How many elements of the last axis share a scale in a compressed optimizer, by default."""
+_GROUP = 32  # elements that share a scale in a compressed optimizer, by default
 
 
 def fsdp_shardings(
@@ -124,22 +124,14 @@ def fsdp_shardings(
     An array is sharded along its largest axis that the devices divide evenly. Small arrays,
     and those without such an axis, are replicated: biases and norms, for example. The last
     axis is only cut between the groups of 32 elements that share a scale in a compressed
-    optimizer, unless it is the only axis that can be cut.
-
-    Apply it to the parameters. `optimizer.init` gives the state the shardings of the
-    parameters it is made for, also if these are `ShapeDtypeStruct`s.
+    optimizer, unless it is the only axis that can be cut. Apply it to the parameters:
+    `optimizer.init` gives the state their shardings.
 
     Args:
         tree: The parameters: arrays or `ShapeDtypeStruct`s.
         mesh: The mesh.
         axis: The axis of the mesh that shards, or several of them.
         min_size: How many elements an array must have to be sharded.
-
-    Returns:
-        A tree of `NamedSharding`s, for `jax.device_put` or `out_shardings`.
-
-    Raises:
-        ValueError: If the mesh has no such axis.
 
     Examples:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -159,10 +151,8 @@ def fsdp_shardings(
 
     def spec(shape: tuple[int, ...]) -> PartitionSpec:
         cuttable = [i for i, size in enumerate(shape) if size % count == 0]
-        whole = [i for i in cuttable if i < len(shape) - 1]
-        whole += [
-            i for i in cuttable if i not in whole and shape[i] // count % _GROUP == 0
-        ]
+        last = len(shape) - 1
+        whole = [i for i in cuttable if i < last or shape[i] // count % _GROUP == 0]
         if math.prod(shape) < min_size or not cuttable:
             return PartitionSpec()
         largest = max(whole or cuttable, key=lambda i: shape[i])
@@ -192,11 +182,7 @@ def may_cut_groups(x: Array, group: int) -> bool:
 
 
 def whole_groups(x: Array, group: int) -> Array:
-    """Reshards an array if its shards end within a group of the last axis.
-
-    With automatic axes the compiler does so. With explicit axes the sharding is part of
-    the type, and an axis cannot be split into groups that are cut.
-    """
+    """Reshards an array of explicit axes if its shards end within a group."""
     sharding = jax.typeof(x).sharding
     whole = uncut(sharding, x.shape, group)
     return x if whole is sharding else jax.sharding.reshard(x, whole)
@@ -210,11 +196,7 @@ def uncut(sharding: PyTree, shape: tuple[int, ...], group: int) -> PyTree:
     shards = math.prod(sharding.mesh.shape[name] for name in entries[-1])
     if shape[-1] // group % shards == 0:
         return sharding
-    return NamedSharding(
-        sharding.mesh,
-        spec_of([*entries[:-1], ()]),
-        memory_kind=sharding.memory_kind,
-    )
+    return _with_spec(sharding, spec_of([*entries[:-1], ()]))
 
 
 def axes_of(spec: Iterable[PyTree], rank: int = 0) -> list[tuple[str, ...]]:
@@ -234,12 +216,6 @@ def spec_of(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
 def sharded_as(x: Array, like: PyTree) -> Array:
     """Returns an array with the sharding that the type of another one has."""
     return _resharded(x, jax.typeof(like).sharding)
-
-
-def unsharded(x: Array) -> Array:
-    """Returns an array whose type says that each device has all of it."""
-    mesh = jax.typeof(x).sharding.mesh
-    return _resharded(x, NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)))
 
 
 def _resharded(x: Array, sharding: PyTree) -> Array:
@@ -271,10 +247,9 @@ def over_shards(
     whole: Sequence[str],
     **sizes: int,
 ) -> PyTree:
-    """Calls a function on each device with its shards of the arguments.
+    """Calls a kernel, which XLA cannot partition, on each device with its shards.
 
-    It is for kernels, which XLA cannot partition: nothing is communicated, except to
-    bring the arguments into their layout. See `reason_against_shards`.
+    Nothing is communicated, except to bring the arguments into their layout.
     """
     mesh = jax.typeof(like).sharding.mesh
     if mesh.are_all_axes_manual or not like.ndim:
@@ -287,25 +262,16 @@ def over_shards(
         )
         return call(*jax.tree.map(_resharded, args, given))
 
-    def parts(mesh: Any, args: PyTree, _: Any) -> Parts:
-        given, results = layout(*args)
-        return Parts(local, given, results)
-
+    parts = lambda mesh, args, _: Parts(local, *layout(*args))  # noqa: E731
     return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
 
 
 class Parts(NamedTuple):
-    """How XLA partitions a function over the devices of a mesh.
+    """How XLA partitions a function over the devices of a mesh."""
 
-    Attributes:
-        local: The function of what one device has.
-        given: The shardings of the arguments.
-        results: The shardings of the results.
-    """
-
-    local: Callable[..., PyTree]
-    given: Any
-    results: Any
+    local: Callable[..., PyTree]  # the function of what one device has
+    given: Any  # the shardings of the arguments
+    results: Any  # the shardings of the results
 
 
 def partitioned(

@@ -81,17 +81,11 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 class LeafName(str):
-    """Name of a leaf, such as `model/layers/0/weight`.
+    """Name of a leaf, such as `model/layers/0/weight`."""
 
-    Attributes:
-        argument: The argument that holds the leaf, `model`; "" for a tree by itself.
-        path: The path inside it, `layers/0/weight`; "" if the argument is the leaf.
-        types: The types of the nodes that hold the leaf, from the outside in.
-    """
-
-    argument: str
-    path: str
-    types: tuple[type, ...]
+    argument: str  # that holds the leaf, `model`; "" for a tree by itself
+    path: str  # inside it, `layers/0/weight`; "" if the argument is the leaf
+    types: tuple[type, ...]  # of the nodes that hold the leaf, from the outside in
 
     def __new__(
         cls, path: str, types: tuple[type, ...] = (), argument: str = ""
@@ -156,16 +150,15 @@ def named_leaves(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTre
 
 def check_same_structure(a: PyTree, b: PyTree, what: str) -> None:
     """Raises a `ValueError` naming the first difference between two trees."""
-    if jax.tree.structure(a) == jax.tree.structure(b):
+    structures = jax.tree.structure(a), jax.tree.structure(b)
+    if structures[0] == structures[1]:
         return
-    names_a = [name for name, _ in named_leaves(a)]
-    names_b = [name for name, _ in named_leaves(b)]
+    names_a, names_b = dict(named_leaves(a)), dict(named_leaves(b))
     only_a = [name for name in names_a if name not in names_b]
     only_b = [name for name in names_b if name not in names_a]
-    if only_a or only_b:
-        where = f"only the first has {only_a[:3]}, only the second has {only_b[:3]}"
-    else:
-        where = f"{jax.tree.structure(a)} against {jax.tree.structure(b)}"
+    where = f"only the first has {only_a[:3]}, only the second has {only_b[:3]}"
+    if not only_a and not only_b:
+        where = f"{structures[0]} against {structures[1]}"
     raise ValueError(
         f"{what} needs two trees of the same structure, but they differ: {where}. "
         "Pass trees made by the same constructor or filter."
@@ -195,8 +188,8 @@ def as_flag(value: PyTree, what: str) -> Bool[Array, ""]:
 def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array, ""]:
     """Returns whether every floating or complex number in a pytree is finite.
 
-    Integers, booleans, PRNG keys, strings, functions and `None` count as finite, and so
-    does an empty tree. Python floats and 8-bit floating arrays are looked at.
+    Everything else counts as finite, and so does an empty tree. Python floats and 8-bit
+    floating arrays are looked at.
 
     Args:
         tree: Any pytree, for example gradients.
@@ -207,11 +200,7 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
         Array(False, dtype=bool)
     """
-    checks = [
-        jnp.all(_isfinite(leaf))
-        for leaf in jax.tree.leaves(tree)
-        if _may_be_infinite(leaf) or isinstance(leaf, float | complex)
-    ]
+    checks = [jnp.all(_isfinite(x)) for x in jax.tree.leaves(tree) if _has_numbers(x)]
     # The first that is false. XLA for CPUs would compute a product of all flags again for
     # each array that is selected by it, and compile for minutes; this it computes once.
     first = jnp.argmin(jnp.stack([*checks, jnp.array(False)]))
@@ -225,10 +214,11 @@ def all_devices(flag: Bool[Array, ""], axis_name: AxisName) -> Bool[Array, ""]:
     return lax.pmin(flag.astype(jnp.int32), axis_name).astype(bool)
 
 
-def _may_be_infinite(leaf: object) -> bool:
-    """Returns whether `leaf` is a floating array, of 8 bits too, or a complex one."""
+def _has_numbers(leaf: object) -> bool:
+    """Returns whether `leaf` is floating, also of 8 bits or of Python, or complex."""
     dtype = dtype_of(leaf)
-    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+    is_inexact = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+    return is_inexact or isinstance(leaf, float | complex)
 
 
 def _isfinite(leaf: PyTree) -> PyTree:
@@ -269,9 +259,8 @@ def select_tree(pred: PyTree, a: PyTree, b: PyTree) -> PyTree:
                 f"`select_tree` needs equal shapes, but `{name}` is {shape_of(x)} in "
                 f"the first tree and {shape_of(y)} in the second."
             )
-        if x is y or dtype_of(y) == jax.dtypes.float0:
-            return y
-        if isinstance(y, jax.ShapeDtypeStruct):
+        is_struct = isinstance(y, jax.ShapeDtypeStruct)
+        if x is y or is_struct or dtype_of(y) == jax.dtypes.float0:
             return y
         x, y = jnp.asarray(x), jnp.asarray(y)
         return jnp.where(flag, x if x.dtype == y.dtype else x.astype(y.dtype), y)

@@ -27,10 +27,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def check_versions(jax_version: str, jaxlib_version: str, machine: str) -> None:
-    """Rejects a JAX that is too old and warns of a build known to compute wrongly.
-
-    A JAX newer than the tested ones is accepted: what it has changed has a fallback.
-    """
+    """Rejects a JAX that is too old, and warns of a build that is wrong."""
     if version_tuple(jax_version) < OLDEST:
         raise ImportError(
             f"mpx needs jax>=0.10.1,!=0.10.2, but jax {jax_version} is installed. "

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-from types import TracebackType
 from typing import IO
 
 import jax
@@ -32,14 +31,13 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-_STEP = "the folder of a checkpoint has the number of its step"
 _OWN = {
     "max_to_keep": "pass `keep`",
     "enable_async_checkpointing": "pass `asynchronous`",
-    "create": "the first `save` makes the folder",
-    "cleanup_tmp_directories": "the first `save` removes what a killed process left",
+    **dict.fromkeys(["create", "cleanup_tmp_directories"], "the first `save` does so"),
     **dict.fromkeys(
-        ["step_prefix", "step_format_fixed_length", "step_name_format"], _STEP
+        ["step_prefix", "step_format_fixed_length", "step_name_format"],
+        "the folder of a checkpoint has the number of its step",
     ),
 }
 """Options of Orbax that a `Checkpointer` sets, and what to do instead."""
@@ -52,10 +50,9 @@ _locks: dict[str, IO[str]] = {}
 class Checkpointer:
     """Writes checkpoints of one run into a folder while training goes on.
 
-    `save` copies the state to the host and returns; a thread of Orbax writes it. What is
-    written becomes a checkpoint by a rename, at the end: a process that is killed leaves
-    the last checkpoint as it was. Leave the `with` block, or call `close`, to wait for the
-    last one.
+    `save` copies the state to the host and returns; a thread of Orbax writes it. A process
+    that is killed leaves the last complete checkpoint as it was. Leave the `with` block, or
+    call `close`, to wait for the last one.
 
     Nothing in the folder changes before the first `save`, so other processes may read while
     one job writes. A second process that writes to the same folder gets an error, unless the
@@ -66,13 +63,9 @@ class Checkpointer:
         >>> state = {"w": jnp.ones(2), "step": 0}
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with Checkpointer(folder, keep=2) as checkpoints:
-        ...         for step in range(3):
-        ...             checkpoints.save(step, {**state, "step": step})
+        ...         saved = [checkpoints.save(step, state) for step in range(3)]
         ...         print(checkpoints.steps(), checkpoints.restore(state)["step"])
-        True
-        True
-        True
-        [1, 2] 2
+        [1, 2] 0
     """
 
     def __init__(
@@ -93,12 +86,7 @@ class Checkpointer:
             asynchronous: Whether `save` returns before everything is written.
             read_only: Whether `save` and `delete` are errors.
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
-                `save_interval_steps`, `keep_period`, `keep_time_interval`, `best_fn`,
-                `best_mode`, `save_decision_policy` and `preservation_policy`.
-
-        Raises:
-            ImportError: If Orbax is not installed.
-            TypeError: If there is no such option, or mpx sets it.
+                `save_interval_steps`, `keep_period`, `best_fn` and `best_mode`.
         """
         for name in filter(_OWN.get, options):
             raise TypeError(f"`{name}` cannot be chosen: {_OWN[name]}.")
@@ -114,21 +102,14 @@ class Checkpointer:
     ) -> bool:
         """Saves a state, unless the options of Orbax say that this step is not saved.
 
-        Waits for the checkpoint before if that is not written yet.
+        Waits for the checkpoint before if that is not written yet. Returns whether the
+        state is saved.
 
         Args:
             step: The number of the checkpoint, larger than those that there are.
             state: Any training state; see `save`.
             metrics: What `best_fn` compares: numbers in any tree.
             force: Whether to save at every step, whatever the options say.
-
-        Returns:
-            Whether the state is saved.
-
-        Raises:
-            TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
-            ValueError: If there is a checkpoint of this step or of a later one, if values
-                that do not span processes differ between them, or if metrics are missing.
         """
         step = as_count(step, "step", at_least=0)
         self._check_writes("saved")
@@ -182,21 +163,10 @@ class Checkpointer:
         partial: bool = False,
         fields: Fields | None = None,
     ) -> PyTree:
-        """Restores a state; see `restore`. Waits for a checkpoint that is being written.
-
-        Args:
-            template: A state of the same structure.
-            step: The number of the checkpoint; `None` is the latest.
-            partial: Whether the checkpoint may hold more than the template.
-            fields: Where fields of modules come from if they differ; see `restore`.
-
-        Raises:
-            FileNotFoundError: If there is no such checkpoint.
-            ValueError: If the checkpoint does not fit the template, or is damaged.
-        """
+        """Restores a state; see `restore`. Waits for a checkpoint that is being written."""
         self.steps()  # those of another process, too
-        options: PyTree = {"step": step, "partial": partial, "fields": fields}
-        return read(self._manager, self._path, template, **options)
+        place = self._manager, self._path
+        return read(*place, template, step=step, partial=partial, fields=fields)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
@@ -210,11 +180,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Returns the number of the best checkpoint, `None` if there is none.
-
-        Raises:
-            ValueError: If the `Checkpointer` was made without `best_fn`.
-        """
+        """Returns the number of the best checkpoint, `None` if there is none."""
         if "best_fn" not in self._options:
             raise ValueError(
                 "The best checkpoint is that with the best metrics: make the Checkpointer "
@@ -223,32 +189,15 @@ class Checkpointer:
         return self._manager.best_step() if self.steps() else None
 
     def metrics(self, step: int) -> PyTree:
-        """Returns the metrics that were saved with a checkpoint, `None` if there are none.
-
-        Args:
-            step: Its number.
-        """
+        """Returns the metrics that were saved with a checkpoint, `None` without any."""
         return self._manager.metrics(step) if step in self.steps() else None
 
     def reached_preemption(self, step: int) -> bool:
-        """Returns whether the scheduler is about to end the job; `save` then saves.
-
-        JAX tells all processes of a job at the same step, after one of them got SIGTERM.
-
-        Args:
-            step: The number of the step, the same on all processes.
-        """
+        """Returns whether the scheduler ends the job: all processes are told."""
         return self._manager.reached_preemption(step)
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint.
-
-        Args:
-            step: Its number.
-
-        Raises:
-            FileNotFoundError: If there is no such checkpoint.
-        """
+        """Removes a checkpoint; one that is not there is a `FileNotFoundError`."""
         self._check_writes("removed")
         self.wait()
         if not all(gather_results(lambda: self._is_writer)):
@@ -274,12 +223,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_writes(self, what: str) -> None:
@@ -323,10 +267,7 @@ class Checkpointer:
         self._is_writer = False
 
     def _fail(self, error: Exception) -> None:
-        """Reads the folder anew after a checkpoint was not written.
-
-        The next `save` begins again, and removes what is left of this one.
-        """
+        """Reads the folder anew after a failed write; the next `save` cleans up."""
         self._resign()
         writer, self._manager = self._manager, reader(self._path, self._options)
         with contextlib.suppress(Exception):  # that is `error` again
@@ -339,10 +280,7 @@ class Checkpointer:
 
 
 def _lock(folder: Folder) -> None:
-    """Makes this process the only one that writes to a folder.
-
-    POSIX locks belong to a process, not to those that it forks, and end with it.
-    """
+    """Makes this process the only writer of a folder; its lock ends with it."""
     if fcntl is None or "://" in str(folder) or str(folder) in _locks:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -390,7 +328,6 @@ def save(
         The number of the checkpoint.
 
     Raises:
-        ImportError: If Orbax is not installed.
         TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
         ValueError: If there is a checkpoint of this step or of a later one, or if values
             that do not span processes differ between them.

@@ -2,15 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
+    cast_leaf,
     check_same_structure,
     check_shape,
     flatten_with_names,
@@ -23,7 +23,6 @@ from mpx._optim._optax import MasterWeightsState
 from mpx._optim._packing import Packing, decode_moment, encode_moment
 from mpx._quant import Packed, Quantized
 
-T = TypeVar("T")
 _MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
 """The names under which optax states keep a moment."""
 
@@ -34,10 +33,8 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
     The weights are the master weights. The state of a compressed optimizer becomes what
     optax keeps for the same rule, with moments in f32: `ScaleByAdamState`,
     `ScaleByLionState`, or a pair of `TraceState` and `ScaleByScheduleState` for gradient
-    descent. `master_weights` is taken off the optimizer that it wraps. What is already
-    f32, and every other part of the state, comes back as it is.
-
-    Everything is exact: nothing is lost but the compression.
+    descent. `master_weights` is taken off the optimizer that it wraps. Everything else
+    comes back as it is. Nothing is lost but the compression.
 
     Args:
         params: The parameters, or a whole model.
@@ -75,9 +72,8 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
 def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> Stepped:
     """Puts f32 weights and moments into parameters and state of another kind.
 
-    It undoes `to_f32`, and lets a run go on with compressed states that began in f32.
-    Weights are stored as exactly as the format can; moments are rounded to the nearest
-    code, which is an error of at most half a step of their format.
+    It undoes `to_f32`, and lets a run that began in f32 go on with compressed states.
+    Moments are rounded to the nearest code: an error of at most half a step of their format.
 
     Args:
         params: The f32 weights: a tree like the parameters.
@@ -121,17 +117,12 @@ def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> S
 
 def _kept(state: PyTree) -> FlashState | MasterWeightsState | None:
     """Returns the part of a state that holds master weights, if there is one."""
-    return _only(state, FlashState) or _only(state, MasterWeightsState)
-
-
-def _only(state: PyTree, kind: type[T]) -> T | None:
-    """Returns the part of a state that is of a kind, or `None`."""
-    is_kind = lambda x: isinstance(x, kind)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_kind) if is_kind(x)]
+    is_kept = lambda x: isinstance(x, FlashState | MasterWeightsState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_kept) if is_kept(x)]
     if len(found) > 1:
         raise ValueError(
-            f"Expected at most one {kind.__name__} in an optimizer state, but there are "
-            f"{len(found)}. Convert the parts of the state one by one."
+            f"Expected at most one {type(found[0]).__name__} in an optimizer state, but "
+            f"there are {len(found)}. Convert the parts of the state one by one."
         )
     return found[0] if found else None
 
@@ -143,10 +134,9 @@ def _replaced(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
 
 
 def _widened(tree: PyTree) -> PyTree:
-    def widen(x: PyTree) -> PyTree:
-        return x.astype(np.float32) if is_floating(x) and x.dtype.itemsize == 2 else x
-
-    return jax.tree.map(widen, tree)
+    return jax.tree.map(
+        lambda x: cast_leaf(x, at_least_f32(x.dtype)) if is_floating(x) else x, tree
+    )
 
 
 def _cast_like(old: PyTree, new: PyTree) -> PyTree:
@@ -171,10 +161,6 @@ def _placed(new: PyTree, old: PyTree) -> PyTree:
 
 
 # --- Moments --------------------------------------------------------------------------
-
-
-def _is_packed(node: object) -> bool:
-    return isinstance(node, Packed)
 
 
 @jax.jit
@@ -202,44 +188,39 @@ def _optax_state(state: FlashState) -> PyTree:
 def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     """Returns a compressed state that holds the moments and the count of another one."""
     columns, count = _moments_of(source, state)
-    count = jnp.asarray(count, jnp.int32)
-    named, structure = flatten_with_names(state.packed, is_leaf=_is_packed)
-    moments = [
-        _flat_like(structure, tree, name)
-        for name, tree in zip(state.moments, columns, strict=True)
-    ]
+    named, structure = flatten_with_names(
+        state.packed, is_leaf=lambda x: isinstance(x, Packed)
+    )
+    moments = []
+    for name, tree in zip(state.moments, columns, strict=True):
+        try:
+            moments.append(structure.flatten_up_to(tree))
+        except ValueError as error:
+            raise ValueError(
+                f"`{name}` must have the structure of the parameters of `like`, but it is "
+                f"different: {error}"
+            ) from error
     new = [
         _packed_with(name, packed, found, state)
         for (name, packed), *found in zip(named, *moments, strict=True)
     ]
-    return dataclasses.replace(state, count=count, packed=structure.unflatten(new))
-
-
-def _flat_like(structure: PyTree, tree: PyTree, name: str) -> list[PyTree]:
-    try:
-        return structure.flatten_up_to(tree)
-    except ValueError as error:
-        raise ValueError(
-            f"`{name}` must have the structure of the parameters of `like`, but it is "
-            f"different: {error}"
-        ) from error
+    count, packed = jnp.asarray(count, jnp.int32), structure.unflatten(new)
+    return dataclasses.replace(state, count=count, packed=packed)
 
 
 def _packed_with(
     name: str, packed: Packed, moments: list[PyTree], state: FlashState
 ) -> Packed:
     """Packs moments in the place of those that a state has."""
-    packing = Packing.read(packed, state.moments, state.format)
-    old = packing.view(packed)
+    old = Packing.read(packed, state.moments, state.format).view(packed)
     new = []
     for kind, moment, stored in zip(state.moments, moments, old.moments, strict=True):
         quantized = isinstance(stored, Quantized)
-        check_shape(
-            f"`{kind}` of `{name}`", moment, stored.codes if quantized else stored
-        )
+        like = stored.codes if quantized else stored
+        check_shape(f"`{kind}` of `{name}`", moment, like)
         moment = jnp.asarray(moment, jnp.float32)
         if quantized:
-            size = stored.codes.shape[-1] // stored.scale.shape[-1]
+            size = like.shape[-1] // stored.scale.shape[-1]
             moment = encode_moment(kind, moment, state.format, size)
         new.append(moment)
     return old._replace(moments=tuple(new)).pack()
@@ -247,27 +228,23 @@ def _packed_with(
 
 def _moments_of(source: PyTree, state: FlashState) -> tuple[list[PyTree], PyTree]:
     """Returns the moments that a compressed state needs, and the count beside them."""
+
+    def field(node: object, names: Sequence[str]) -> str | None:
+        return next((x for x in names if x in getattr(node, "_fields", ())), None)
+
+    def find(groups: Sequence[Sequence[str]]) -> list[PyTree]:
+        has = lambda node: all(field(node, names) for names in groups)  # noqa: E731
+        return [x for x in jax.tree.leaves(source, is_leaf=has) if has(x)]
+
     aliases = [_MOMENTS[name] for name in state.moments]
-
-    def has(node: object, *groups: Sequence[str]) -> bool:
-        fields = getattr(node, "_fields", ())
-        return all(any(name in fields for name in names) for names in groups)
-
-    def find(*groups: Sequence[str]) -> list[PyTree]:
-        found = jax.tree.leaves(source, is_leaf=lambda x: has(x, *groups))
-        return [node for node in found if has(node, *groups)]
-
-    holders = find(*aliases) if aliases else []
+    holders = find(aliases) if aliases else []
     if aliases and len(holders) != 1:
         raise ValueError(
             f"The optimizer keeps {' and '.join(state.moments)}, but {len(holders)} parts "
             f"of the state, which is {type(source).__name__}, have that. Pass one that "
             "`optax.adam`, `optax.lion`, `optax.sgd` with momentum, or `to_f32` made."
         )
-    columns = [
-        next(getattr(holders[0], name) for name in names if has(holders[0], [name]))
-        for names in aliases
-    ]
-    counts = [node for node in holders if has(node, ["count"])] or find(["count"])
+    columns = [getattr(holders[0], field(holders[0], names) or "") for names in aliases]
+    counts = [x for x in holders if field(x, ["count"])] or find([["count"]])
     # Gradient descent with a constant rate has no count in optax.
     return columns, counts[0].count if counts else state.count

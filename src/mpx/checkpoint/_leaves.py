@@ -1,4 +1,4 @@
-"""The leaves of a training state: their names, and the arrays that are stored for them."""
+"""The leaves of a training state: names, the arrays stored for them, and checksums."""
 
 import collections
 import functools
@@ -16,153 +16,55 @@ from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._jax._nnx import nnx_module, put_back, take_out
-from mpx._jax._tree import LeafName, dtype_of, path_name, shape_of, types_around
+from mpx._jax._tree import dtype_of, path_name, shape_of, types_around
 
 
 class Opened(NamedTuple):
-    """A training state as a flat list, with NNX objects taken apart.
+    """A training state as a flat list, with NNX objects taken apart."""
 
-    Attributes:
-        names: A unique name for each leaf, such as `model/layers/0/weight`.
-        leaves: The leaves.
-        configures: Whether a Python scalar in the place of a leaf configures an Equinox
-            module, as the rate of a dropout, and is not a number of the run.
-        close: Makes a state of the same structure from other leaves. NNX objects in it
-            are new.
-    """
-
-    names: list[str]
-    leaves: list[PyTree]
-    configures: list[bool]
-    close: Callable[[Sequence[PyTree]], PyTree]
+    leaves: dict[str, PyTree]  # by unique names such as `model/layers/0/weight`
+    fields: set[str]  # leaves that are fields of Equinox modules: options, if Python's
+    close: Callable[
+        [Sequence[PyTree]], PyTree
+    ]  # a state of other leaves, NNX made anew
 
 
 def open_state(state: PyTree) -> Opened:
     """Flattens a training state, which may hold NNX objects."""
     plain, objects = take_out(state)
-    rest, merge = None, lambda tree: {}
+    graphdef, rest = None, None
     if objects:
-        nnx = nnx_module()
-        graphdef, rest = nnx.split(tuple(objects.values()))
-
-        def merge(tree: PyTree) -> dict[LeafName, PyTree]:
-            return dict(zip(objects, nnx.merge(graphdef, tree), strict=True))
-
+        graphdef, rest = nnx_module().split(tuple(objects.values()))
     flat, structure = jax.tree_util.tree_flatten_with_path((plain, rest))
-    found = list(objects)
+    owners = list(objects)
 
-    def name(path: tuple[PyTree, ...], of: Callable[[PyTree], str]) -> str:
+    def name(path: tuple[PyTree, ...], shown: Callable[[PyTree], str]) -> str:
         if path[0].idx == 0:
-            return of(path[1:])
-        _, position, *inside = path
-        return "/".join(filter(None, (found[position.key], of(tuple(inside)))))
+            return shown(path[1:])
+        return "/".join(filter(None, (owners[path[1].key], shown(path[2:]))))
 
     names = [name(path, path_name) for path, _ in flat]
     # A key with a slash may look like nested ones.
-    twice = {name for name, times in collections.Counter(names).items() if times > 1}
-    for index, (path, _) in enumerate(flat):
-        if names[index] in twice:
-            names[index] = name(path, keystr)
+    times = collections.Counter(names)
+    names = [
+        found if times[found] == 1 else name(path, keystr)
+        for found, (path, _) in zip(names, flat, strict=True)
+    ]
 
     def close(leaves: Sequence[PyTree]) -> PyTree:
         plain, rest = structure.unflatten(leaves)
-        return put_back(plain, merge(rest))
+        if not objects:
+            return plain
+        new = nnx_module().merge(graphdef, rest)
+        return put_back(plain, dict(zip(objects, new, strict=True)))
 
-    configures = list(map(_is_configuration, types_around(structure)))
-    return Opened(names, [leaf for _, leaf in flat], configures, close)
-
-
-def _is_configuration(types: Sequence[type]) -> bool:
-    holders = [x for x in types if x not in (dict, list, tuple)]
-    return bool(holders) and issubclass(holders[-1], eqx.Module)
-
-
-# --- Kinds of leaves ------------------------------------------------------------------
-
-
-class Leaf(NamedTuple):
-    """What a leaf is, as a checkpoint records it.
-
-    Attributes:
-        dtype: The name of a dtype such as `bfloat16` or `key<fry>`, or `int` and the like
-            for a Python scalar.
-        shape: The shape; `None` for a Python scalar.
-        value: The value of a Python scalar, or the checksum of an array.
-    """
-
-    dtype: str
-    shape: tuple[int, ...] | None
-    value: PyTree = 0
-
-    @property
-    def shown(self) -> str:
-        """The leaf in an error message."""
-        if self.shape is None:
-            return f"a Python {self.dtype}"
-        return f"{self.dtype}{list(self.shape)}"
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether there are bytes to store for it; empty arrays have none."""
-        return self.shape is not None and 0 not in self.shape and self.dtype != "float0"
-
-    @property
-    def number(self) -> PyTree:
-        """The Python scalar."""
-        return complex(*self.value) if self.dtype == "complex" else self.value
-
-    def restores(self, saved: "Leaf") -> bool:
-        """Returns whether a saved leaf fits this one of a template.
-
-        A Python number and an array of no axes fit each other if no digit is lost: a
-        step count begins as a number and comes out of `jit` as an array.
-        """
-        if (self.dtype, self.shape) == (saved.dtype, saved.shape):
-            return True
-        if self.shape is None:
-            return saved.shape == () and _is_kind(saved.dtype, self.dtype)
-        is_number = saved.shape is None and self.shape == ()
-        return (
-            is_number
-            and _is_kind(self.dtype, saved.dtype)
-            and _is_exact(saved.number, self.dtype)
-        )
-
-
-def describe(leaf: PyTree) -> Leaf | None:
-    """Returns what a leaf is; `None` for functions, strings and other static leaves."""
-    if type(leaf) in (bool, int, float, complex):
-        value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
-        return Leaf(type(leaf).__name__, None, value)
-    dtype = dtype_of(leaf)
-    if dtype is None:
-        return None
-    name = "float0" if dtype == jax.dtypes.float0 else str(dtype)
-    return Leaf(name, shape_of(leaf))
-
-
-_KINDS = {
-    "bool": np.bool_,
-    "int": jnp.integer,
-    "float": jnp.floating,
-    "complex": jnp.complexfloating,
-}
-
-
-def _is_kind(dtype: str, number: str) -> bool:
-    """Returns whether arrays of a dtype hold Python numbers of a type."""
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), _KINDS[number])
-    except TypeError:  # a PRNG key, or float0
-        return False
-
-
-def _is_exact(number: PyTree, dtype: str) -> bool:
-    try:
-        stored = np.asarray(number, jnp.dtype(dtype)).item()
-    except OverflowError:
-        return False
-    return stored == number or number != number  # NaN
+    fields = set()
+    for leaf_name, types in zip(names, types_around(structure), strict=True):
+        holders = [x for x in types if x not in (dict, list, tuple)]
+        if holders and issubclass(holders[-1], eqx.Module):
+            fields.add(leaf_name)
+    leaves = [leaf for _, leaf in flat]
+    return Opened(dict(zip(names, leaves, strict=True)), fields, close)
 
 
 # --- Stored arrays --------------------------------------------------------------------
@@ -174,86 +76,6 @@ def is_key(leaf: object) -> bool:
     """Returns whether a leaf is a typed PRNG key."""
     dtype = dtype_of(leaf)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def to_stored(leaf: PyTree) -> PyTree:
-    """Returns the array that is stored for a leaf: of plain numbers, sharded like it."""
-    if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    elif isinstance(leaf, jax.Array):
-        small, wide = _integers(leaf.dtype)
-        if small is not None:
-            leaf = lax.bitcast_convert_type(leaf, small).astype(wide)
-    else:
-        leaf = np.array(leaf)  # a copy, since the caller may go on writing to it
-        small, wide = _integers(leaf.dtype)
-        leaf = leaf if small is None else leaf.view(small).astype(wide)
-    return leaf
-
-
-def spans_processes(leaf: object) -> bool:
-    """Returns whether an array, or a template for one, lies on several processes."""
-    sharding = getattr(leaf, "sharding", None)
-    return sharding is not None and not sharding.is_fully_addressable
-
-
-def from_stored(array: PyTree, template: PyTree) -> PyTree:
-    """Returns the leaf that an array was stored for, of the kind that a template is."""
-    if is_key(template):
-        return _wrap_key(array, template)
-    small, _ = _integers(template.dtype)
-    if is_numpy(template):
-        array = np.asarray(array)
-        array = array if small is None else array.astype(small).view(template.dtype)
-        return array[()] if isinstance(template, np.generic) else array
-    array = jnp.asarray(array)
-    if small is None:
-        return array
-    leaf = lax.bitcast_convert_type(array.astype(small), template.dtype)
-    # The same specification too, not only the same placement: it is part of jit's key.
-    return jax.device_put(leaf, array.sharding) if array.committed else leaf
-
-
-def number_like(number: PyTree, template: PyTree) -> PyTree:
-    """Returns an array of no axes that holds a number, of the kind that a template is."""
-    array = np.asarray(number, template.dtype)
-    if is_numpy(template):
-        return array[()] if isinstance(template, np.generic) else array
-    return placed(array, stored_type(template).sharding)
-
-
-def placed(array: PyTree, sharding: PyTree) -> jax.Array:
-    """Returns a JAX array with a sharding, or uncommitted if there is none."""
-    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
-
-
-def stored_type(template: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns dtype and shape of the array that is stored for a leaf, and its sharding.
-
-    The sharding is `None` for NumPy arrays and for arrays that are not committed to
-    devices: a restored array must not be, either, or it could not be used beside arrays
-    on other devices.
-    """
-    sharding = getattr(template, "sharding", None)
-    if not getattr(template, "committed", True):
-        sharding = None
-    if is_key(template):
-        data = jax.eval_shape(jax.random.key_data, template)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    _, wide = _integers(template.dtype)
-    return jax.ShapeDtypeStruct(
-        shape_of(template), wide or template.dtype, sharding=sharding
-    )
-
-
-def empty_like(template: PyTree) -> PyTree:
-    """Returns an empty array like a template that has no elements."""
-    shape, dtype = shape_of(template), template.dtype
-    if is_key(template):
-        return _wrap_key(np.zeros(stored_type(template).shape, np.uint32), template)
-    if dtype == jax.dtypes.float0 or is_numpy(template):
-        return np.zeros(shape, dtype)
-    return jnp.zeros(shape, dtype, device=stored_type(template).sharding)
 
 
 def _integers(dtype: PyTree) -> tuple[PyTree, PyTree]:
@@ -268,20 +90,75 @@ def _integers(dtype: PyTree) -> tuple[PyTree, PyTree]:
     return None, None
 
 
+def to_stored(leaf: PyTree) -> PyTree:
+    """Returns the array that is stored for a leaf: of plain numbers, sharded like it."""
+    if is_key(leaf):
+        return jax.random.key_data(leaf)
+    small, wide = _integers(leaf.dtype)
+    if isinstance(leaf, jax.Array):
+        if small is None:
+            return leaf
+        return lax.bitcast_convert_type(leaf, small).astype(wide)
+    leaf = np.array(leaf)  # a copy, since the caller may go on writing to it
+    return leaf if small is None else leaf.view(small).astype(wide)
+
+
+def from_stored(array: PyTree, template: PyTree) -> PyTree:
+    """Returns the leaf that an array was stored for, of the kind that a template is."""
+    if not is_numpy(template):
+        array = placed(array, stored_type(template).sharding)
+    if is_key(template):
+        found = []  # the implementation can be asked of arrays and tracers only
+        jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), template)
+        return jax.random.wrap_key_data(array, impl=found[0])
+    small, _ = _integers(template.dtype)
+    if is_numpy(template):
+        array = np.asarray(array)
+        array = array if small is None else array.astype(small).view(template.dtype)
+        return array[()] if isinstance(template, np.generic) else array
+    if small is None:
+        return array
+    leaf = lax.bitcast_convert_type(array.astype(small), template.dtype)
+    # The same specification too, not only the same placement: it is part of jit's key.
+    return jax.device_put(leaf, array.sharding) if array.committed else leaf
+
+
+def placed(array: PyTree, sharding: PyTree) -> jax.Array:
+    """Returns a JAX array with a sharding, or uncommitted if there is none."""
+    if isinstance(array, jax.Array):
+        return array
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+
+
+def stored_type(template: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns dtype and shape of the array that is stored for a leaf, and its sharding.
+
+    That is `None` for arrays that are not committed to devices: a restored array must
+    not be, either, or it could not be used beside arrays on other devices.
+    """
+    sharding = getattr(template, "sharding", None)
+    if not getattr(template, "committed", True):
+        sharding = None
+    shape, dtype = shape_of(template), template.dtype
+    if is_key(template):
+        data = jax.eval_shape(jax.random.key_data, template)
+        shape, dtype = data.shape, data.dtype
+    return jax.ShapeDtypeStruct(shape, _integers(dtype)[1] or dtype, sharding=sharding)
+
+
 def is_numpy(template: PyTree) -> bool:
-    """Returns whether a template is one of NumPy, or has 64 bits that JAX would cut."""
-    if isinstance(template, jax.ShapeDtypeStruct):
-        if is_key(template):
-            return False
-        return jax.dtypes.canonicalize_dtype(template.dtype) != template.dtype
-    return not isinstance(template, jax.Array)
+    """Returns whether a template is one of NumPy, or has a dtype that JAX would change."""
+    if isinstance(template, jax.ShapeDtypeStruct) and not is_key(template):
+        dtype = template.dtype
+        is_float0 = dtype == jax.dtypes.float0
+        return is_float0 or jax.dtypes.canonicalize_dtype(dtype) != dtype
+    return not isinstance(template, jax.Array | jax.ShapeDtypeStruct)
 
 
-def _wrap_key(data: PyTree, template: PyTree) -> PyTree:
-    """Returns a typed key from its words, of the implementation of a template."""
-    found = []  # the implementation can be asked of arrays and tracers only
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), template)
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=found[0])
+def spans_processes(leaf: object) -> bool:
+    """Returns whether an array, or a template for one, lies on several processes."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding is not None and not sharding.is_fully_addressable
 
 
 # --- Checksums ------------------------------------------------------------------------
@@ -306,34 +183,31 @@ def checksums(arrays: Iterable[PyTree]) -> list[int]:
     modulo 2**32. Of shards with several copies, one process contributes.
     """
     # All devices compute before the first result is waited for.
-    found = [[_of_shard(*shard) for shard in _shards(array)] for array in arrays]
+    found = [list(_of_shards(array)) for array in arrays]
     return [sum(map(int, parts)) % 2**32 for parts in found]
 
 
-def _shards(array: PyTree) -> list[tuple[PyTree, list[int], tuple[int, ...]]]:
-    """Returns the distinct shards of this process: data, first indices, whole shape."""
-    if not isinstance(array, jax.Array):
-        return [(array, [0] * array.ndim, array.shape)]
-    return [
-        (shard.data, [part.start or 0 for part in shard.index], array.shape)
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
-
-
-def _of_shard(shard: PyTree, starts: Sequence[int], shape: Sequence[int]) -> PyTree:
-    words = -(-shard.dtype.itemsize // 4)
-    sizes = (*shape, words)
+def _of_shards(array: PyTree) -> Iterable[PyTree]:
+    shards = [(array, [0] * array.ndim)]
+    if isinstance(array, jax.Array):
+        shards = [
+            (shard.data, [part.start or 0 for part in shard.index])
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        ]
+    sizes = (*array.shape, -(-array.dtype.itemsize // 4))
     strides = [math.prod(sizes[axis + 1 :]) % 2**32 for axis in range(len(sizes))]
-    first = sum(map(math.prod, zip(starts, strides, strict=False)))
-    place = np.array([first % 2**32], _U32), np.array(strides, _U32)
-    if _is_summed_on_device(shard):
-        # Under a mesh that the caller has set, jit refuses arrays of a single device.
-        with jax.set_mesh(Mesh(np.array([*shard.devices()]), ("shard",))):
-            return _sum_on_device(shard, *place)
-    array = np.asarray(shard, order="C")
-    bits = f"u{min(array.dtype.itemsize, 4)}"
-    return _sum_on_host(array[..., None].view(bits), *place)
+    for shard, starts in shards:
+        first = sum(map(math.prod, zip(starts, strides, strict=False)))
+        place = np.array([first % 2**32], _U32), np.array(strides, _U32)
+        if _is_summed_on_device(shard):
+            # Under a mesh that the caller has set, jit refuses arrays of a single device.
+            with jax.set_mesh(Mesh(np.array([*shard.devices()]), ("shard",))):
+                yield _sum_on_device(shard, *place)
+        else:
+            data = np.asarray(shard, order="C")
+            bits = f"u{min(data.dtype.itemsize, 4)}"
+            yield _sum_on_host(data[..., None].view(bits), *place)
 
 
 def _is_summed_on_device(shard: PyTree) -> bool:

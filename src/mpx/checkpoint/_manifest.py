@@ -3,23 +3,22 @@
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
-from mpx._jax._tree import flatten_with_names
+from mpx._jax._tree import dtype_of, flatten_with_names, shape_of
 from mpx._jax._version import __version__
 from mpx._optim import FlashState
 from mpx._scaling._loss_scaling import LossScaling
 from mpx.checkpoint._leaves import (
-    Leaf,
     Opened,
     checksums,
-    describe,
     open_state,
     spans_processes,
     to_stored,
@@ -27,7 +26,6 @@ from mpx.checkpoint._leaves import (
 
 FORMAT = 3
 """The version of the format of checkpoints; raised when code of before could not read it."""
-Json = dict[str, Any]
 _SHOWN = 5
 _REMEDY = (
     "Make the template with the code, the dtypes and the options that the checkpoint was "
@@ -39,29 +37,95 @@ _REMEDY = (
 )
 
 
+class Leaf(NamedTuple):
+    """What a leaf is, as a checkpoint records it."""
+
+    dtype: str  # such as `bfloat16` or `key<fry>`; `int` and the like for a number
+    shape: tuple[int, ...] | None  # `None` for a Python number
+    value: PyTree = 0  # that of a Python number, or the checksum of an array
+
+    @property
+    def shown(self) -> str:
+        """The leaf in an error message."""
+        if self.shape is None:
+            return f"a Python {self.dtype}"
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether there are bytes to store for it; empty arrays have none."""
+        return self.shape is not None and 0 not in self.shape and self.dtype != "float0"
+
+    @property
+    def number(self) -> PyTree:
+        """The Python scalar."""
+        return complex(*self.value) if self.dtype == "complex" else self.value
+
+    def restores(self, saved: "Leaf") -> bool:
+        """Returns whether a saved leaf fits this one of a template.
+
+        A Python number and an array of no axes fit each other if no digit is lost: a
+        step count begins as a number and comes out of `jit` as an array.
+        """
+        if (self.dtype, self.shape) == (saved.dtype, saved.shape):
+            return True
+        number, array = (self, saved) if self.shape is None else (saved, self)
+        if number.shape is not None or array.shape != ():
+            return False
+        try:
+            dtype = jnp.dtype(array.dtype)
+            is_alike = jnp.issubdtype(dtype, _KINDS[number.dtype])
+            if number is self or not is_alike:
+                return is_alike
+            stored = np.asarray(number.number, dtype).item()
+        except (TypeError, OverflowError):  # a PRNG key, float0, or too large
+            return False
+        return stored == number.number or number.number != number.number  # NaN
+
+
+_KINDS = {
+    "bool": np.bool_,
+    "int": jnp.integer,
+    "float": jnp.floating,
+    "complex": jnp.complexfloating,
+}
+
+
+def _described(leaf: PyTree) -> Leaf | None:
+    """Returns what a leaf is; `None` for functions, strings and other static leaves."""
+    if type(leaf) in (bool, int, float, complex):
+        value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
+        return Leaf(type(leaf).__name__, None, value)
+    dtype = dtype_of(leaf)
+    if dtype is None:
+        return None
+    name = "float0" if dtype == jax.dtypes.float0 else str(dtype)
+    return Leaf(name, shape_of(leaf))
+
+
 class Manifest(NamedTuple):
-    """The record of a checkpoint.
+    """The record of a checkpoint."""
 
-    Attributes:
-        leaves: What each leaf is, by name. Static leaves are not among them.
-        nodes: What each loss scaling and each state of a compressed optimizer is, by name:
-            their leaves would mean something else in another one.
-    """
-
-    leaves: dict[str, Leaf]
+    leaves: dict[str, Leaf]  # by name, without static ones
+    # Loss scalings and compressed states: the leaves of another one mean something else.
     nodes: dict[str, str]
 
     @classmethod
     def of(cls, state: PyTree, opened: Opened) -> "Manifest":
         """Describes a state."""
-        found = zip(opened.names, map(describe, opened.leaves), strict=True)
+        found = {name: _described(leaf) for name, leaf in opened.leaves.items()}
         named, _ = flatten_with_names(state, is_leaf=_is_node)
-        return cls(
-            {name: leaf for name, leaf in found if leaf is not None},
-            {name: _described(node) for name, node in named if _is_node(node)},
-        )
+        nodes = {}
+        for name, node in named:
+            if isinstance(node, LossScaling):
+                nodes[name] = type(node).__name__
+            elif isinstance(node, FlashState):
+                layout = node.layout if isinstance(node.layout, dict) else {}
+                kind = f"{'-'.join(node.moments)} {next(iter(layout), '')}"
+                nodes[name] = f"FlashState {node.format} {kind}"
+        return cls({name: x for name, x in found.items() if x is not None}, nodes)
 
-    def to_json(self) -> Json:
+    def to_json(self) -> dict[str, Any]:
         """Returns the record as it is written."""
         leaves = {name: leaf._asdict() for name, leaf in self.leaves.items()}
         record = {"format": FORMAT, "mpx": __version__, "nodes": self.nodes}
@@ -71,33 +135,27 @@ class Manifest(NamedTuple):
     @classmethod
     def from_json(cls, record: PyTree, where: str) -> "Manifest":
         """Reads a record; raises if it is of another version, or damaged."""
-        try:
-            rest = {key: value for key, value in record.items() if key != "checksum"}
-            if rest["format"] != FORMAT:
-                raise ValueError(
-                    f"The checkpoint {where} has the format {rest['format']}, but mpx "
-                    f"{__version__} reads the format {FORMAT}. Install the version of mpx "
-                    "that wrote it."
-                )
-            if record["checksum"] != _checksum(rest):
-                raise damaged(where, "its record, `mpx/metadata`, was changed")
-            leaves = {name: Leaf(**leaf) for name, leaf in rest["leaves"].items()}
-            for name, leaf in leaves.items():
-                if leaf.shape is not None:
-                    leaves[name] = leaf._replace(shape=tuple(leaf.shape))
-            return cls(leaves, rest["nodes"])
-        except (AttributeError, KeyError, TypeError) as error:
-            raise damaged(
-                where, f"its record, `mpx/metadata`, is incomplete: {error!r}"
-            ) from error
+        rest = dict(record)
+        checksum = rest.pop("checksum", None)
+        if (version := rest.get("format", FORMAT)) != FORMAT:
+            raise ValueError(
+                f"The checkpoint {where} has the format {version}, but mpx {__version__} "
+                f"reads the format {FORMAT}. Install the version of mpx that wrote it."
+            )
+        if checksum != _checksum(rest):
+            raise damaged(where, "its record, `mpx/metadata`, was changed")
+        leaves = {name: Leaf(**leaf) for name, leaf in rest["leaves"].items()}
+        for name, leaf in leaves.items():
+            if leaf.shape is not None:
+                leaves[name] = leaf._replace(shape=tuple(leaf.shape))
+        return cls(leaves, rest["nodes"])
 
     def check(
-        self, template: "Manifest", where: str, fields: Iterable[str], *, partial: bool
+        self, template: "Manifest", where: str, fields: set[str], *, partial: bool
     ) -> None:
         """Raises unless a template has what this checkpoint has; names the differences.
 
-        `fields` are the leaves that configure modules and whose values must agree, too.
-        `partial` allows more than the template has.
+        The values of the numbers in `fields` must agree, too.
         """
         names = dict.fromkeys([*template.nodes, *template.leaves])
         if not partial:
@@ -107,13 +165,8 @@ class Manifest(NamedTuple):
             saved, wanted = self.leaves.get(name), template.leaves.get(name)
             came, expected = self._shown(name), template._shown(name)
             if saved and wanted and wanted.restores(saved):
-                numbers = saved.number, wanted.number
-                is_number = saved.shape is None is wanted.shape
-                if (
-                    name in fields
-                    and is_number
-                    and repr(numbers[0]) != repr(numbers[1])
-                ):
+                numbers = [x.number for x in (saved, wanted) if x.shape is None]
+                if name in fields and len({*map(repr, numbers)}) == 2:
                     faults.append(
                         f"`{name}` was {numbers[0]}, but is {numbers[1]} in the template"
                     )
@@ -132,13 +185,6 @@ class Manifest(NamedTuple):
             return self.leaves[name].shown
         return self.nodes.get(name, "nothing")
 
-    def check_contents(self, found: Mapping[str, int], where: str) -> None:
-        """Raises unless arrays have the checksums with which they were saved."""
-        wrong = [name for name, x in found.items() if x != self.leaves[name].value]
-        if wrong:
-            shown = ", ".join(f"`{name}`" for name in wrong[:_SHOWN])
-            raise damaged(where, f"what was read for {shown} is not what was saved")
-
 
 def damaged(where: str, what: str) -> ValueError:
     """Returns the error for a checkpoint whose files are not as they were written."""
@@ -148,19 +194,12 @@ def damaged(where: str, what: str) -> ValueError:
     )
 
 
-def _checksum(record: Json) -> int:
+def _checksum(record: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _is_node(node: object) -> bool:
     return isinstance(node, LossScaling | FlashState)
-
-
-def _described(node: LossScaling | FlashState) -> str:
-    if isinstance(node, LossScaling):
-        return type(node).__name__
-    layout = next(iter(node.layout), "") if isinstance(node.layout, dict) else ""
-    return f"FlashState {node.format} {'-'.join(node.moments)} {layout}"
 
 
 # --- Saving ---------------------------------------------------------------------------
@@ -197,8 +236,8 @@ class Packed(NamedTuple):
                         f"{one and one[:2]}."
                     )
         leaves = dict(self.manifest.leaves)
-        for (name, _, spans, first), *others in zip(*processes, strict=True):
-            values = [first, *(row[3] for row in others)]
+        for rows in zip(*processes, strict=True):
+            (name, _, spans, _), values = rows[0], [row[3] for row in rows]
             if spans:
                 leaves[name] = leaves[name]._replace(value=sum(values) % 2**32)
             elif len(set(map(repr, values))) > 1:  # NaN is not equal to itself
@@ -218,8 +257,7 @@ class Packed(NamedTuple):
 def pack(state: PyTree) -> Packed:
     """Returns what this process saves of a state."""
     opened = open_state(state)
-    named = dict(zip(opened.names, opened.leaves, strict=True))
-    for name, leaf in named.items():
+    for name, leaf in opened.leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
                 f"`{name}` is a ShapeDtypeStruct, which has no values to save. Pass the "
@@ -235,11 +273,9 @@ def pack(state: PyTree) -> Packed:
                 "the step returned."
             )
     manifest = Manifest.of(state, opened)
-    stored = {
-        name: to_stored(named[name])
-        for name, leaf in manifest.leaves.items()
-        if leaf.is_stored
-    }
-    for name, value in zip(stored, checksums(stored.values()), strict=True):
-        manifest.leaves[name] = manifest.leaves[name]._replace(value=value)
+    leaves = manifest.leaves
+    names = [name for name, leaf in leaves.items() if leaf.is_stored]
+    stored = {name: to_stored(opened.leaves[name]) for name in names}
+    for name, value in zip(names, checksums(stored.values()), strict=True):
+        leaves[name] = leaves[name]._replace(value=value)
     return Packed(manifest, stored)

@@ -17,17 +17,15 @@ from mpx._jax._tree import is_array
 from mpx.checkpoint._leaves import (
     Opened,
     checksums,
-    describe,
-    empty_like,
     from_stored,
     is_numpy,
-    number_like,
     open_state,
     placed,
     spans_processes,
     stored_type,
+    to_stored,
 )
-from mpx.checkpoint._manifest import Manifest, damaged
+from mpx.checkpoint._manifest import Leaf, Manifest, damaged
 
 ARRAYS, RECORD = "state", "mpx"
 """The names of what a checkpoint consists of."""
@@ -40,10 +38,7 @@ T = TypeVar("T")
 
 
 def reader(path: Folder, options: Mapping[str, object]) -> Manager:
-    """Returns a manager that writes, makes and removes nothing: another one may write.
-
-    `read_only=True` does the same, but logs three warnings.
-    """
+    """Returns a manager that changes nothing (`read_only` logs warnings)."""
     options = {name: x for name, x in options.items() if name != "async_options"}
     return while_others_write(
         lambda: manager(
@@ -103,14 +98,11 @@ def restore(
 ) -> PyTree:
     """Restores a training state that `save` or a `Checkpointer` saved.
 
-    The template tells the structure and where arrays are to lie: each array gets the
-    sharding that it has in the template, so a run can go on with another number of
-    devices or another layout. A template is a freshly made state, or one of
-    `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. Functions,
-    strings and static fields come from the template.
-
-    A Python number and an array of no axes may stand for each other: a step count begins as
-    a number and comes out of `jit` as an array. An array is restored as it was saved.
+    Each array gets the sharding that it has in the template, so a run can go on with
+    another number of devices or another layout. A template is a freshly made state, or one
+    of `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it.
+    Functions, strings and static fields come from it. A Python number and an array of no
+    axes may stand for each other; an array is restored as it was saved.
 
     Args:
         path: The folder of the run.
@@ -129,9 +121,7 @@ def restore(
 
     Raises:
         FileNotFoundError: If there is no such checkpoint.
-        ImportError: If Orbax is not installed.
-        ValueError: If the checkpoint does not fit the template: every leaf that is
-            missing, not expected, or of another shape or dtype is named. If the checkpoint
+        ValueError: If the checkpoint does not fit the template (the leaves are named), or
             is damaged: each array is compared with the checksum that was saved with it.
 
     Examples:
@@ -170,88 +160,77 @@ def read(
             f"There is {which} in {path}, which has those of the steps {steps}."
         )
     number = steps[-1] if step is None else step
-    opened = open_state(template)
+    where, opened = path / str(number), open_state(template)
     wanted = Manifest.of(template, opened)
+    compared = opened.fields if fields is None else set[str]()
+    found: list[Manifest] = []
+
+    def read_record() -> None:
+        found.append(_read_manifest(where))
+        found[0].check(wanted, f"{where}", compared, partial=partial)
+
     try:
-        found = _read_manifest(path / str(number), opened, wanted, partial, fields)
-        return _read_step(manager, path / str(number), opened, found, fields=fields)
+        gather_results(read_record)
+        saved = {name: found[0].leaves[name] for name in wanted.leaves}
+        kept = opened.fields if fields == "template" else set[str]()
+        return _read_state(manager, where, opened, saved, kept)
     except (FileNotFoundError, ValueError):
         while_others_write(manager.reload)
         latest = manager.latest_step()
         if step is not None or latest in (None, number) or jax.process_count() > 1:
             raise
     # A writer has removed the checkpoint while it was read.
-    options: PyTree = {"step": step, "partial": partial, "fields": fields}
-    return read(manager, path, template, **options)
+    return read(manager, path, template, step=None, partial=partial, fields=fields)
 
 
-def _read_manifest(
-    where: Folder,
-    opened: Opened,
-    wanted: Manifest,
-    partial: bool,
-    fields: Fields | None,
-) -> Manifest:
-    """Reads the record of a checkpoint, and checks that it fits the template."""
-    compared = set()
-    if fields is None:
-        pairs = zip(opened.names, opened.configures, strict=True)
-        compared = {name for name, configures in pairs if configures}
-    found: list[Manifest] = []
-
-    def read() -> None:
-        if not (where / RECORD).exists():
-            raise ValueError(
-                f"{where} was not written by `mpx.checkpoint`: its record is missing. What "
-                "Orbax wrote, Orbax restores: `orbax.checkpoint.StandardCheckpointer`."
-            )
-        try:
-            record = orbax().JsonCheckpointHandler().restore(where / RECORD)
-        except (FileNotFoundError, ValueError) as error:
-            raise damaged(
-                f"{where}", f"its record, `{RECORD}/metadata`, cannot be read: {error}"
-            ) from error
-        found.append(Manifest.from_json(record, f"{where}"))
-        found[0].check(wanted, f"{where}", compared, partial=partial)
-
-    gather_results(read)
-    return found[0]
+def _read_manifest(where: Folder) -> Manifest:
+    if not (where / RECORD).exists():
+        raise ValueError(
+            f"{where} was not written by `mpx.checkpoint`: its record is missing. What "
+            "Orbax wrote, Orbax restores: `orbax.checkpoint.StandardCheckpointer`."
+        )
+    try:
+        record = orbax().JsonCheckpointHandler().restore(where / RECORD)
+    except (FileNotFoundError, ValueError) as error:
+        raise damaged(
+            f"{where}", f"its record, `{RECORD}/metadata`, cannot be read: {error}"
+        ) from error
+    return Manifest.from_json(record, f"{where}")
 
 
-def _read_step(
+def _read_state(
     manager: Manager,
     where: Folder,
     opened: Opened,
-    manifest: Manifest,
-    *,
-    fields: Fields | None,
+    saved: Mapping[str, Leaf],
+    kept: set[str],
 ) -> PyTree:
-    named = dict(zip(opened.names, opened.leaves, strict=True))
-    saved = {
-        name: manifest.leaves[name]
-        for name, x in named.items()
-        if describe(x) is not None
-    }
+    """Restores the leaves that were saved; static and kept ones are the template's."""
     targets = {}
     for name, leaf in saved.items():
+        template = opened.leaves[name]
+        if leaf.is_stored and not hasattr(template, "dtype"):
+            # A Python number, saved as an array.
+            template = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
         if leaf.is_stored:
-            targets[name] = named[name]
-            if not hasattr(named[name], "dtype"):  # a Python number, saved as an array
-                dtype = jnp.dtype(leaf.dtype)
-                targets[name] = jax.ShapeDtypeStruct(leaf.shape, dtype)
-    arrays = _read_arrays(manager, where, targets, manifest)
+            targets[name] = template
+    arrays = _read_arrays(manager, where, targets, saved)
     leaves = []
-    for name, configures in zip(opened.names, opened.configures, strict=True):
-        leaf, found = named[name], saved.get(name)
-        if name in targets:
-            leaf = from_stored(arrays.pop(name), targets[name])
-        elif found is not None and found.shape is not None:
-            leaf = empty_like(leaf)
-        elif found is not None and hasattr(leaf, "dtype"):
-            leaf = number_like(found.number, leaf)
-        elif found is not None and not (configures and fields == "template"):
-            leaf = found.number
-        leaves.append(leaf)
+    for name, leaf in opened.leaves.items():
+        record = saved.get(name)
+        if record is None:
+            new = leaf
+        elif record.is_stored:
+            new = from_stored(arrays.pop(name), targets[name])
+        elif record.shape is not None:
+            kind = stored_type(leaf)
+            new = from_stored(np.zeros(kind.shape, kind.dtype), leaf)
+        elif hasattr(leaf, "dtype"):
+            number = np.asarray(record.number, leaf.dtype)
+            new = from_stored(to_stored(number), leaf)
+        else:
+            new = leaf if name in kept else record.number
+        leaves.append(new)
     return opened.close(leaves)
 
 
@@ -259,7 +238,7 @@ def _read_arrays(
     manager: Manager,
     where: Folder,
     targets: Mapping[str, PyTree],
-    manifest: Manifest,
+    saved: Mapping[str, Leaf],
 ) -> dict[str, PyTree]:
     """Reads arrays to where their templates lie, and compares them with their checksums."""
     ocp = orbax()
@@ -285,24 +264,28 @@ def _read_arrays(
         )[ARRAYS]
         arrays = {name: arrays[name] for name in targets}
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        fault = f"`{ARRAYS}/_METADATA` cannot be read: {error!r}"
-        if isinstance(error, OSError) or type(error) is ValueError:
-            # Errors of TensorStore name the file.
-            fault = f"the arrays in {where / ARRAYS} cannot be read: {error}"
+        fault = f"the arrays in {where / ARRAYS} cannot be read: {error!r}"
         raise damaged(f"{where}", fault) from error
     missing = [name for name, array in arrays.items() if not is_array(array)]
     if missing:  # with `partial_restore` Orbax returns what it was given
         raise damaged(f"{where}", f"`{ARRAYS}/_METADATA` does not list {missing}")
     for name, kind in types.items():
-        if not is_numpy(targets[name]) and not isinstance(arrays[name], jax.Array):
+        if not is_numpy(targets[name]):
             arrays[name] = placed(arrays[name], kind.sharding)
-    processes = gather_results(lambda: checksums(arrays.values()))
-    here = processes[jax.process_index()]
-    sums = {
-        name: sum(parts) % 2**32 if spans_processes(array) else own
-        for (name, array), own, *parts in zip(
-            arrays.items(), here, *processes, strict=True
-        )
-    }
-    manifest.check_contents(sums, f"{where}")
+    _check_contents(arrays, saved, f"{where}")
     return arrays
+
+
+def _check_contents(
+    arrays: Mapping[str, PyTree], saved: Mapping[str, Leaf], where: str
+) -> None:
+    processes = gather_results(lambda: checksums(arrays.values()))
+    wrong = []
+    for name, *parts in zip(arrays, *processes, strict=True):
+        spans = spans_processes(arrays[name])
+        found = sum(parts) % 2**32 if spans else parts[jax.process_index()]
+        if found != saved[name].value:
+            wrong.append(f"`{name}`")
+    if wrong:
+        shown = ", ".join(wrong[:5])
+        raise damaged(where, f"what was read for {shown} is not what was saved")

@@ -39,23 +39,17 @@ from mpx._jax._formats import FORMATS
 from mpx._jax._tree import all_finite
 from mpx._scaling._loss_scaling import LARGEST_SCALE, StaticLossScaling
 
+Func = Callable[..., PyTree]
+
 
 class DynamicScalerState(NamedTuple):
-    """jaxamp's scaler: a named tuple of numbers or arrays.
+    """jaxamp's scaler: a named tuple of numbers or arrays."""
 
-    Attributes:
-        patience: Finite steps before the step that grows the scale.
-        adjust_factor: What growth multiplies and backoff divides by.
-        scaler: The scale.
-        count: Finite steps since the last change.
-        total_resets: Non-finite steps in total.
-    """
-
-    patience: PyTree = 2000
-    adjust_factor: PyTree = 2.0
+    patience: PyTree = 2000  # finite steps before the step that grows the scale
+    adjust_factor: PyTree = 2.0  # what growth multiplies and backoff divides by
     scaler: PyTree = 2.0**15
-    count: PyTree = 0
-    total_resets: PyTree = 0
+    count: PyTree = 0  # finite steps since the last change
+    total_resets: PyTree = 0  # non-finite steps
 
 
 # One example in the README of jaxamp calls it so.
@@ -89,26 +83,20 @@ def default_unscale_fn(results: PyTree, state: DynamicScalerState) -> PyTree:
 
 
 def dynamic_scale_tx(
-    transform: Callable[..., PyTree],
+    transform: Func,
     redo_on_nan: int = 0,
-    unscale_fn: Callable[..., PyTree] = default_unscale_fn,
-    scale_fn: Callable[..., PyTree] = default_scale_fn,
+    unscale_fn: Func = default_unscale_fn,
+    scale_fn: Func = default_scale_fn,
     *,
     check_fn: Callable[[PyTree], PyTree] = lambda results: results,
-) -> Callable[..., PyTree]:
+) -> Func:
     """Gives a transformation such as `jax.grad` dynamic loss scaling.
 
-    Args:
-        transform: The transformation.
-        redo_on_nan: How often to repeat with a smaller scale.
-        unscale_fn: `(results, state) -> results`, undoes the scaling.
-        scale_fn: `(result, state) -> result`, scales what the function returned.
-        check_fn: `results -> tree`, returns what must be finite.
+    It is repeated up to `redo_on_nan` times, each with a smaller scale, until what
+    `check_fn` returns of the results is finite.
     """
 
-    def scaled_transform(
-        fun: Callable[..., PyTree], *args: object, **kwargs: object
-    ) -> PyTree:
+    def scaled_transform(fun: Func, *args: object, **kwargs: object) -> PyTree:
         @functools.wraps(fun)
         def scaled_fun(
             *args: object, _state: DynamicScalerState, **kwargs: object
@@ -148,22 +136,20 @@ def dynamic_scale_tx(
 
 
 def dynamic_scale_value_and_grad(
-    fun: Callable[..., PyTree],
+    fun: Func,
     *,
     has_aux: bool = False,
     redo_on_nan: int = 10,
     filter: bool = True,
     **kwargs: PyTree,
-) -> Callable[..., PyTree]:
+) -> Func:
     """Returns `state, (value, grads)`, with `(value, aux)` for the value if `has_aux`."""
 
     def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
         value, grads = results
-        if has_aux:
-            value = (default_unscale_fn(value[0], state), value[1])
-        else:
-            value = default_unscale_fn(value, state)
-        return value, default_unscale_fn(grads, state)
+        (loss, *aux) = value if has_aux else (value,)
+        loss = default_unscale_fn(loss, state)
+        return (loss, *aux) if has_aux else loss, default_unscale_fn(grads, state)
 
     tx = dynamic_scale_tx(
         eqx.filter_value_and_grad if filter else jax.value_and_grad,
@@ -175,12 +161,8 @@ def dynamic_scale_value_and_grad(
 
 
 def dynamic_scale_grad(
-    fun: Callable[..., PyTree],
-    *,
-    has_aux: bool = False,
-    redo_on_nan: int = 0,
-    **kwargs: PyTree,
-) -> Callable[..., PyTree]:
+    fun: Func, *, has_aux: bool = False, redo_on_nan: int = 0, **kwargs: PyTree
+) -> Func:
     """Returns `state, grads`, with `(grads, aux)` for the gradients if `has_aux`."""
     call = dynamic_scale_value_and_grad(
         fun, has_aux=has_aux, redo_on_nan=redo_on_nan, **kwargs
@@ -270,10 +252,8 @@ _RULES = {
 def _as_policy(amp_policy: Mapping[PyTree, Callable[..., Changed]]) -> AmpRules:
     rules = {key: _RULES.get(value, value) for key, value in amp_policy.items()}
     scopes = {key: rule for key, rule in rules.items() if type(key) is str}
-    if "amp_stop" in scopes:
-        scopes.setdefault(
-            "amp_step", scopes["amp_stop"]
-        )  # as jaxamp's README prints it
+    if "amp_stop" in scopes:  # jaxamp's README prints it as `amp_step`
+        scopes.setdefault("amp_step", scopes["amp_stop"])
     listed = {key.name: rule for key, rule in rules.items() if type(key) is not str}
     # Besides being a scope, it is the rule of what is not listed.
     default = rules.get("amp_default", Rule.ORIGINAL)
@@ -283,20 +263,16 @@ def _as_policy(amp_policy: Mapping[PyTree, Callable[..., Changed]]) -> AmpRules:
 
 
 def amp(
-    fn: Callable[..., PyTree] | None = None,
+    fn: Func | None = None,
     *,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: Mapping[PyTree, Callable[..., Changed]] = default_amp_policy,
-) -> Callable[..., PyTree]:
+) -> Func:
     """Runs a function in mixed precision by a dictionary of precision functions.
 
-    Args:
-        fn: The function. Leave it out to use `amp` as a decorator with arguments.
-        compute_dtype: The low dtype.
-        amp_policy: From primitives such as `jax.lax.add_p`, and from names of
-            `jax.named_scope`, to functions `(compute_dtype, original_dtypes, *invars,
-            **bind_params) -> invars, bind_params`. The outermost scope that is listed
-            wins, before all primitives; what is not listed runs at its original
-            precision.
+    `amp_policy` leads from primitives such as `jax.lax.add_p`, and from names of
+    `jax.named_scope`, to functions `(compute_dtype, original_dtypes, *invars,
+    **bind_params) -> invars, bind_params`. The outermost scope that is listed wins, before
+    all primitives; what is not listed runs at its original precision.
     """
     return _amp(fn, compute_dtype, rules=_as_policy(amp_policy))

@@ -68,10 +68,6 @@ class Policy(_policy.Policy):
             f"o={names[self.output_dtype]}"
         )
 
-    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """Returns the same policy with another `output_dtype`."""
-        return dataclasses.replace(self, output_dtype=output_dtype)
-
 
 def get_policy(policy_name: str) -> Policy:
     """Returns the policy for jmp's grammar; `half` is `half_dtype()`."""
@@ -130,12 +126,6 @@ class NoOpLossScale(StaticLossScale):
     unscale = scale
 
 
-def _warn_if_not_floating(value: PyTree, name: str) -> None:
-    dtype = np.dtype(int) if isinstance(value, int) else getattr(value, "dtype", None)
-    if isinstance(dtype, np.dtype) and not jnp.issubdtype(dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {dtype}", stacklevel=4)
-
-
 @jax.tree_util.register_static
 class _Floor(float):
     """A number that is no leaf of a pytree."""
@@ -152,8 +142,13 @@ class DynamicLossScale(_Scaled):
 
     def __post_init__(self) -> None:
         """Warns of integers; makes a known floor a static number and the scale f32."""
-        _warn_if_not_floating(self.loss_scale, "loss_scale")
-        _warn_if_not_floating(self.min_loss_scale, "min_loss_scale")
+        for name in ("loss_scale", "min_loss_scale"):
+            value = getattr(self, name)
+            given = np.dtype(int) if isinstance(value, int) else None
+            dtype = getattr(value, "dtype", given)
+            if isinstance(dtype, np.dtype) and not jnp.issubdtype(dtype, jnp.floating):
+                message = f"Expected floating type for {name}, got {dtype}"
+                warnings.warn(message, stacklevel=3)
         floor = self.min_loss_scale
         if isinstance(floor, int | float) or (is_array(floor) and not is_tracer(floor)):
             object.__setattr__(self, "min_loss_scale", _Floor(floor))

@@ -1,4 +1,4 @@
-"""Faults that are planted into a computation: data, not code, so that nothing recompiles."""
+"""Comparison of trees, and faults that are planted into a computation, for tests."""
 # jaxtyping's `PyTree` is unknown to pyright:
 # pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -33,6 +33,42 @@ _FLIP = _KINDS.index("flip")
 _EVERY = -1
 
 
+def assert_trees_equal(a: PyTree, b: PyTree) -> None:
+    """Raises unless two pytrees agree in structure, dtypes, shapes and every bit.
+
+    NaNs with the same bits are equal, 0 and -0 are not. Leaves that are no arrays are
+    compared with `==`.
+
+    Args:
+        a: A pytree.
+        b: Another.
+
+    Raises:
+        AssertionError: With the name of the first leaf that differs.
+
+    Examples:
+        >>> assert_trees_equal({"w": np.zeros(2)}, {"w": np.zeros(2)})
+    """
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        raise AssertionError(
+            f"structures differ: {jax.tree.structure(a)} against {jax.tree.structure(b)}"
+        )
+    for (name, x), (_, y) in zip(named_leaves(a), named_leaves(b), strict=True):
+        if x is not y and _bits(x) != _bits(y):
+            raise AssertionError(f"`{name}` differs: {x!r} against {y!r}")
+
+
+def _bits(leaf: Any) -> Any:
+    """Returns what equal leaves have in common: a leaf that is no array itself."""
+    dtype = dtype_of(leaf)
+    if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf if dtype is None else (dtype, leaf.shape)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    return dtype, array.shape, array.tobytes()
+
+
 class Fault(eqx.Module):
     """One number that goes wrong: which, how, when, where, forward or backward.
 
@@ -40,31 +76,20 @@ class Fault(eqx.Module):
     steps with other faults, or with a fault at another step, run the same program. Stacked
     with `jax.tree.map(lambda *x: jnp.stack(x), *faults)`, faults go through `lax.scan`.
 
-    Attributes:
-        kind: The position of the kind among `nan`, `inf`, `-inf`, `huge` and `flip`, i32[].
-        leaf: A checksum of the name of the leaf, u32[].
-        index: The number in the flattened leaf, u32[].
-        local: The number in the flattened shard of the device, u32[].
-        bit: The bit that flips, counted from the lowest, u32[].
-        step: The first step with the fault, i32[].
-        steps: How many steps have it, i32[].
-        device: The device; -1 is every one, i32[].
-        backward: Whether the cotangent is hit and not the value, bool[].
-
     Examples:
         >>> tree = {"w": jnp.ones(3, jnp.float16)}
         >>> inject(tree, Fault(tree, "flip", leaf="w", index=2, step=5), 5)
         {'w': Array([ 1.,  1., inf], dtype=float16)}
     """
 
-    kind: Int32[Array, "*batch"]
-    leaf: UInt32[Array, "*batch"]
+    kind: Int32[Array, "*batch"]  # its position in `Kind`
+    leaf: UInt32[Array, "*batch"]  # a checksum of the name
     index: UInt32[Array, "*batch"]
-    local: UInt32[Array, "*batch"]
+    local: UInt32[Array, "*batch"]  # the index in the shard of the device
     bit: UInt32[Array, "*batch"]
     step: Int32[Array, "*batch"]
     steps: Int32[Array, "*batch"]
-    device: Int32[Array, "*batch"]
+    device: Int32[Array, "*batch"]  # -1 is every one
     backward: Bool[Array, "*batch"]
 
     def __init__(
@@ -90,8 +115,7 @@ class Fault(eqx.Module):
             leaf: The name of the leaf, such as `layers/0/weight`; `None` is the first
                 one that can be hit.
             index: The position in the flattened leaf, or in the shard that `device` holds.
-            bit: The bit to flip, counted from the lowest; by default the highest bit of
-                the exponent, and of an integer the highest one.
+            bit: The bit to flip, from the lowest; by default the highest of the exponent.
             step: The first step with the fault; a negative one never comes.
             steps: The number of steps with the fault.
             device: The position in the mesh of the device whose shard is hit; `None` hits
@@ -111,16 +135,11 @@ class Fault(eqx.Module):
             bit = bits - 2 if is_floating(found) else bits - 1
         bit = as_count(bit, "bit", at_least=0)
         check_value(bit < bits, "bit", f"less than {bits}, the bits of `{name}`", bit)
-        signed = {
-            "kind": _KINDS.index(kind),
-            "step": as_count(step, "step"),
-            "steps": as_count(steps, "steps", at_least=1),
-            "device": device,
-        }
-        unsigned = {"leaf": _checksum(name), "index": index, "local": local, "bit": bit}
-        for dtype, fields in ((np.int32, signed), (np.uint32, unsigned)):
-            for field, value in fields.items():
-                setattr(self, field, jnp.asarray(np.array(value, dtype)))
+        self.kind, self.device = jnp.int32(_KINDS.index(kind)), jnp.int32(device)
+        self.step = jnp.int32(as_count(step, "step"))
+        self.steps = jnp.int32(as_count(steps, "steps", at_least=1))
+        self.leaf, self.bit = _checksum(name), jnp.uint32(bit)
+        self.index, self.local = jnp.uint32(index), jnp.uint32(local)
         self.backward = jnp.asarray(backward)
 
 
@@ -129,10 +148,9 @@ def inject(
 ) -> PyTree:
     """Returns the tree, with one number wrong if it is the step of the fault.
 
-    Call it inside the loss, on parameters, activations or the batch, under `jit`, `vmap`,
-    `scan` and sharding. At other steps the tree comes back bit for bit, and so do its
-    gradients. A fault that goes backward leaves values alone and hits the cotangent that
-    comes back to the tree.
+    Call it inside the loss, on parameters, activations or the batch. At other steps the
+    tree comes back bit for bit, and so do its gradients. A fault that goes backward leaves
+    values alone and hits the cotangent that comes back to the tree.
 
     Under `jit` a leaf has one value, whichever devices hold it. To hit the copy of one
     device alone, as a broken device would, call it inside `shard_map` with `axis_name`.
@@ -163,7 +181,7 @@ def inject(
     def hit(name: str, leaf: Any) -> Any:
         if not _can_flip(leaf):
             return leaf
-        on = active & (fault.leaf == np.uint32(_checksum(name)))
+        on = active & (fault.leaf == _checksum(name))
         return _tap(jnp.asarray(leaf), fault, on, place)
 
     return map_with_name(hit, tree)
@@ -200,20 +218,8 @@ def _planted(x: Array, fault: Fault, on: Array, place: Array) -> Array:
         values = [np.nan, np.inf, -np.inf, largest, 0]
         value = jnp.asarray(np.array(values).astype(x.dtype))[fault.kind]
         new = jnp.where(fault.kind == _FLIP, new, value)
-    return jnp.where(on & (_positions(x) == place), new, x)
-
-
-def _positions(x: Array) -> Array:
-    """Returns the position of each element in the flattened array."""
-    strides = [int(np.prod(x.shape[axis + 1 :])) for axis in range(x.ndim)]
-    position = jnp.zeros((1,) * x.ndim, jnp.uint32)
-    for axis, stride in enumerate(strides):
-        along = lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        position = position + along * np.uint32(stride)
-    return sharded_as(jnp.broadcast_to(position, x.shape), x)
-
-
-# --- Checks ---------------------------------------------------------------------------
+    positions = lax.iota(jnp.uint32, x.size).reshape(x.shape)
+    return jnp.where(on & (sharded_as(positions, x) == place), new, x)
 
 
 def _can_flip(leaf: Any) -> bool:
@@ -244,9 +250,8 @@ def _places(name: str, leaf: Any, index: int, device: int) -> tuple[int, int]:
     mesh = getattr(sharding, "mesh", None)
     if device == _EVERY or not isinstance(mesh, Mesh):
         size = int(np.prod(shape))
-        check_value(
-            index < size, "index", f"less than {size}, the size of `{name}`", index
-        )
+        expected = f"less than {size}, the size of `{name}`"
+        check_value(index < size, "index", expected, index)
         return index, index
     assert isinstance(sharding, NamedSharding)
     devices = mesh.devices.flatten()
@@ -262,6 +267,5 @@ def _places(name: str, leaf: Any, index: int, device: int) -> tuple[int, int]:
     return int(np.ravel_multi_index(whole, shape)) if shape else 0, index
 
 
-@functools.cache
-def _checksum(name: str) -> int:
-    return zlib.crc32(name.encode())
+def _checksum(name: str) -> Array:
+    return jnp.uint32(zlib.crc32(name.encode()))
