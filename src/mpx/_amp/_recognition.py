@@ -33,7 +33,7 @@ from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation
 from mpx._recognise._masks import Masks, arrays_of, fill_empty_rows, masks_of
 from mpx._recognise._match import Match, find_attention, reason_for_miss
 from mpx._recognise._softmax import Softmaxes
-from mpx._recognise._terms import Level, Term, live_equations
+from mpx._recognise._terms import Level, Term, live_equations, outermost
 
 _CALL = next(iter(ATTENTION))
 _NATURAL = (
@@ -61,9 +61,9 @@ def plan_for(
     try:
         for index, eqn in enumerate(jaxpr.eqns):
             if eqn.primitive.name == "dot_general":
-                call = search.call_at(eqn)
-                if call is not None:
-                    replaced[index] = _replacement(search.softmaxes.level, call)
+                found = search.replacement_of(index, eqn)
+                if found is not None:
+                    replaced[index] = found
     except Exception as error:
         warn(_FAILED.format(error=repr(error)))
         return None
@@ -71,7 +71,7 @@ def plan_for(
         return None
     # Nothing runs that nobody reads.
     atoms = {index: found.atoms for index, found in replaced.items()}
-    live = set(map(id, live_equations(jaxpr, atoms.get)))
+    live = live_equations(jaxpr, atoms.get)
     dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
     return Plan(replaced, frozenset(dead))
 
@@ -79,6 +79,11 @@ def plan_for(
 _FAILED = (
     "mpx failed to look for attention in a function under `amp`, which runs as it is "
     'written: {error}. Pass `attention="keep"` to `amp` to silence this, and report it.'
+)
+
+
+_USED_ELSEWHERE = (
+    "the weights or scores are used elsewhere, perhaps by a gradient inside"
 )
 
 
@@ -90,28 +95,23 @@ class _Call(NamedTuple):
     spec: kernel.Attention
     dtype: np.dtype
 
-    @property
-    def operands(self) -> tuple[Term, Term, Term]:
-        """Queries, keys and values."""
-        return self.match.query, self.match.key, self.match.value
-
     def run(self, amp: Any, op: Op, value_of: Callable[[Term], Value]) -> Outcome:
         """Runs attention in 16 bits, and tells the report."""
         match, masks, spec, dtype = self
-        operands = [value_of(x) for x in self.operands]
+        operands = [value_of(x) for x in match.operands]
 
         def wide(term: Term) -> Array:
             found = value_of(term)[0]
             return amp.widen(found) if is_eligible(term.aval) else jnp.asarray(found)
 
-        arrays = match.laid_out(*(cast(x, dtype) for x, _ in operands))
+        arrays = match.laid_out([cast(x, dtype) for x, _ in operands])
         extras = arrays_of(match, masks, wide)
         out = kernel.fitted_attention(arrays, extras, spec)
         if masks.empty is not None:
             out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
         out = match.as_result(out)
         asked = op.eqn.outvars[0].aval
-        if not is_eligible(asked) or not is_eligible(match.value.aval):
+        if not is_eligible(asked) or not is_eligible(match.operands[2].aval):
             out = cast(out, asked.dtype)  # as it was asked for
         if amp.decisions is not None:
             (batch, rows, heads, size), (_, keys, _, _), _ = match.shapes
@@ -139,42 +139,44 @@ class _Search:
     known: Mapping[Any, Origin]
     scopes: Scopes
 
-    def call_at(self, eqn: Equation) -> _Call | None:
-        """Returns the attention of which a matmul is the last operation, if it may run."""
+    def replacement_of(self, index: int, eqn: Equation) -> Replacement | None:
+        """Returns what replaces a matmul that is the last operation of attention, if any."""
         match = find_attention(self.softmaxes, eqn)
         is_told = self.amp.decisions is not None
         if match is not None:
             found = self._call_of(match)
         else:
             found = reason_for_miss(self.softmaxes, eqn) if is_told else None
-        if isinstance(found, str):
-            if self.amp.decisions is not None:
-                row = Decision.about(
-                    eqn,
-                    self.scopes + scopes_of(eqn),
-                    primitive="attention",
-                    rule=str(Rule.ORIGINAL),
-                    reason=found,
-                    flops=0,
-                )
-                self.amp.decisions.append(row)
-            return None
-        return found
+        if isinstance(found, _Call):
+            level, inside = self.softmaxes.level, found.match.probs
+            replacement = _replacement(level, found)
+            live = live_equations(level.jaxpr, {index: replacement.atoms}.get)
+            terms = self.softmaxes.history(inside)
+            if not any(id(outermost(term)) in live for term in terms):
+                return replacement
+            found = _USED_ELSEWHERE
+        if isinstance(found, str) and self.amp.decisions is not None:
+            row = Decision.about(
+                eqn,
+                self.scopes + scopes_of(eqn),
+                primitive="attention",
+                rule=str(Rule.ORIGINAL),
+                reason=found,
+                flops=0,
+            )
+            self.amp.decisions.append(row)
+        return None
 
     def _call_of(self, match: Match) -> _Call | str:
         """Returns how recognised attention runs in one kernel, or the reason against it."""
-        operands = [match.query, match.key, match.value]
         # A matmul multiplies f32 in the compute dtype.
         dtypes = {
-            self.amp.dtype if is_eligible(x.aval) else x.aval.dtype for x in operands
+            self.amp.dtype if is_eligible(x.aval) else x.aval.dtype
+            for x in match.operands
         }
         against = self._reason_to_keep(match)
         if against is None and not (len(dtypes) == 1 and dtypes <= {*LOW_DTYPES}):
             against = f"operands in {' and '.join(sorted(map(str, dtypes)))}"
-        if against is None and not self.softmaxes.is_private(match.probs, match.eqn):
-            against = (
-                "the weights or scores are used elsewhere, perhaps by a gradient inside"
-            )
         (_, rows, *_), (_, keys, *_), _ = match.shapes
         against = against or kernel.reason_not_paying(cuda_capability(), rows, keys)
         masks = masks_of(match) if against is None else against
@@ -196,7 +198,7 @@ class _Search:
     def _reason_to_keep(self, match: Match) -> str | None:
         """Returns which rule or precision asks for the operations as they are written."""
         amp, dot = self.amp, match.scores.dot
-        for term in self.softmaxes.history(match.probs).values():
+        for term in self.softmaxes.history(match.probs):
             region = amp.region_rule(term.eqn, _scopes_inside(term, self.scopes))
             rule, reason = region or amp.rule(term.name, term.eqn.params, ())
             if callable(rule) and not isinstance(rule, Rule):
@@ -204,7 +206,7 @@ class _Search:
             if region is not None and rule == Rule.ORIGINAL:
                 return reason
         last = Term(self.softmaxes.level, match.eqn.outvars[0], match.eqn)
-        for term, operands in ((dot, dot.operands), (last, [match.value])):
+        for term, operands in ((dot, dot.operands), (last, match.operands[2:])):
             facts = [self._fact_of(x) for x in operands]
             region = amp.region_rule(term.eqn, _scopes_inside(term, self.scopes))
             rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
@@ -241,7 +243,7 @@ def _replacement(level: Level, call: _Call) -> Replacement:
     they are read, by the visitor.
     """
     atoms: dict[Any, None] = {}
-    waiting, seen = [*call.operands, *call.masks.terms], set()
+    waiting, seen = [*call.match.operands, *call.masks.terms], set()
     while waiting:
         term = waiting.pop()
         if id(term) in seen or isinstance(term.atom, Literal):

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 
 from mpx._ops._attention import causal
 from mpx._recognise._match import Match
-from mpx._recognise._softmax import MASKED, Side
-from mpx._recognise._terms import RULES, SAME, Term, compact
+from mpx._recognise._softmax import MASKED, Side, before_broadcast
+from mpx._recognise._terms import RULES, SAME, Term
 
 _BIASES = 1e8
 """No bias is taken to be larger than this: masked scores must be lower."""
@@ -32,10 +32,10 @@ class Masks(NamedTuple):
     is_causal: bool = False  # Whether a query sees the keys up to its own position only
     # The number of keys that it sees to the left and to the right
     window: tuple[int, int] | None = None
-    biases: tuple[Side, ...] = ()  # The biases that are no constants
+    biases: Sequence[Side] = ()  # The biases that are no constants
     # The sum of those that are, with the axes batch, heads, rows and keys
     bias: np.ndarray | None = None
-    masks: tuple[Side, ...] = ()  # The masks that are no constants
+    masks: Sequence[Side] = ()  # The masks that are no constants
     mask: np.ndarray | None = None  # Those that are, `True` for keys that are seen
     # The probability of each key in a row in which all is masked; `None` if there is no
     # such row
@@ -55,69 +55,45 @@ class Masks(NamedTuple):
         return ("bias",) * bool(has_bias) + ("mask",) * bool(has_mask)
 
 
-class _Parts:
-    """Masks and biases by what they are: constants, or not."""
-
-    def __init__(self, match: Match, sides: Sequence[Side]) -> None:
-        self.keep = np.ones((1, 1, 1, 1), bool)  # what all constant masks keep
-        self.masks: list[Side] = []  # those that are no constants
-        self.bias: np.ndarray | None = None
-        self.biases: list[Side] = []
-        self.fills: list[float] = []  # what the masks make of scores
-        self.added = False  # whether a constant bias is a mask
-        for side in (part for x in sides for part in _parts(x)):
-            value = _laid_out(match, side)
-            if side.kind == "mask":
-                self.fills.append(side.fill)
-            if value is None:
-                (self.masks if side.kind == "mask" else self.biases).append(side)
-            elif side.kind == "mask":
-                self._keep(value)
-            else:
-                self._add(value)
-
-    def _keep(self, value: np.ndarray) -> None:
-        # Not copied if it is the only one: then it is remembered.
-        is_first = self.keep.size == 1 and self.keep.all()
-        self.keep = value if is_first else self.keep & value
-
-    def _add(self, value: np.ndarray) -> None:
-        if not np.all((value == 0) | (value <= MASKED)):
-            self.bias = value if self.bias is None else self.bias + value
-        elif np.any(value):
-            self.fills.append(float(value[value < 0].max()))
-            self.added = True
-            self._keep(value == 0)
-
-    def is_same(self, other: "_Parts") -> bool:
-        """Returns whether other masks mask the same."""
-        one, two = ({x.origin() for x in parts.masks} for parts in (self, other))
-        shapes = np.broadcast_shapes(self.keep.shape, other.keep.shape)
-        first, second = (np.broadcast_to(x.keep, shapes) for x in (self, other))
-        return one == two and np.array_equal(first, second)
-
-
 def masks_of(match: Match) -> Masks | str:
     """Returns what the kernel is told of masks and biases, or why it cannot be told."""
-    parts = _Parts(match, match.scores.sides)
-    pattern = _pattern(match, parts.keep)
-    found = Masks(
-        pattern.is_causal,
-        pattern.window,
-        biases=tuple(parts.biases),
-        bias=parts.bias,
-        masks=tuple(parts.masks),
-        mask=None if pattern.is_causal or pattern.keeps_all else parts.keep,
-    )
-    if len(match.scores.sides) > 1 and any(_may_mask(x.term) for x in parts.biases):
+    constants: list[np.ndarray] = []  # masks, or biases that are masks
+    masks, biases, bias = [], [], None
+    sides = match.scores.sides
+    fills = [side.fill for side in match.scores.masks]
+    for side in (part for x in sides for part in _parts(x)):
+        value = _laid_out(match, side)
+        if value is None:
+            (masks if side.kind == "mask" else biases).append(side)
+        elif side.kind == "mask":
+            constants.append(value)
+        elif not np.all((value == 0) | (value <= MASKED)):
+            bias = value if bias is None else bias + value
+        elif np.any(value):
+            constants.append(value)
+            fills.append(float(value[value < 0].max()))
+    mask, form, has_empty_rows = _pattern(match, constants)
+    is_causal, window = form or (False, None)
+    found = Masks(is_causal, window, biases, bias, masks, None if form else mask)
+    if len(sides) > 1 and any(_may_mask(x.term) for x in biases):
         return "a bias that seems to be a mask, beside others"
-    largest = 0.0 if parts.bias is None else 2 * float(np.abs(parts.bias).max())
-    largest = max(largest, _BIASES) if parts.biases else largest
-    if any(fill > -largest for fill in parts.fills):
+    largest = 0.0 if bias is None else 2 * float(np.abs(bias).max())
+    largest = max(largest, _BIASES) if biases else largest
+    if any(fill > -largest for fill in fills):
         return "a bias may be as large as what masks make of the scores"
-    if not parts.masks and not pattern.has_empty_rows:
+    if not masks and not has_empty_rows:
         return found
-    return _with_empty_rows(match, parts, found)
+    # What rows become in which everything is masked.
+    empty = match.meaning.empty
+    is_added = any(side.is_added for side in match.scores.masks)
+    if (
+        empty is None
+        or np.isinf(empty)  # times values of both signs
+        or any(x.dtype != bool for x in constants)
+        or (is_added and (len(match.scores.masks) > 1 or biases))
+    ):
+        return "rows may be masked entirely, by masks of different kinds"
+    return found._replace(empty=empty, is_added=is_added)
 
 
 def _may_mask(term: Term) -> bool:
@@ -127,9 +103,8 @@ def _may_mask(term: Term) -> bool:
         term = waiting.pop()
         value = term.constant
         if value is not None and value.size:
-            numbers = compact(value)
-            is_float = jnp.issubdtype(numbers.dtype, jnp.floating)
-            if is_float and not np.abs(numbers).max() < -MASKED:
+            is_float = jnp.issubdtype(value.dtype, jnp.floating)
+            if is_float and not np.abs(value).max() < -MASKED:
                 return True
         elif term.name in RULES and id(term) not in seen:
             seen.add(id(term))
@@ -137,24 +112,8 @@ def _may_mask(term: Term) -> bool:
     return False
 
 
-def _with_empty_rows(match: Match, parts: _Parts, found: Masks) -> Masks | str:
-    """Returns masks with what rows become in which everything is masked."""
-    empty, masks = match.meaning.empty, match.scores.masks
-    is_added = any(side.is_added for side in masks)
-    late = [_Parts(match, [side]) for side in match.meaning.late]
-    if (
-        empty is None
-        or np.isinf(empty)  # times values of both signs
-        or parts.added
-        or (is_added and (len(masks) > 1 or parts.biases))
-        or not all(map(parts.is_same, late))
-    ):
-        return "rows may be masked entirely, by masks of different kinds"
-    return found._replace(empty=empty, is_added=is_added)
-
-
 def _laid_out(match: Match, side: Side) -> np.ndarray | None:
-    """Returns a constant with the axes batch, heads, rows and keys.
+    """Returns a constant with the axes batch, heads, rows and keys, as small as it can be.
 
     A mask is `True` for what is kept, a bias is multiplied by its factor.
     """
@@ -164,43 +123,36 @@ def _laid_out(match: Match, side: Side) -> np.ndarray | None:
     memo = match.probs.level.root.memo
     key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
     if key not in memo:
-        x = smallest(np.asarray(match.side(side, compact(value))))
-        is_mask = side.kind == "mask"
-        x = x == side.keeps if is_mask else x.astype(np.float32) * side.factor
-        memo[key] = value, x if is_mask else x.astype(np.float32)
-    return memo[key][1]
+        x = np.asarray(match.side(side, value))
+        x = x[:1] if (x == x[:1]).all() else x
+        x = x[:, :1] if (x == x[:, :1]).all() else x
+        if side.kind == "mask":
+            x = x == side.keeps
+        else:
+            x = (x.astype(np.float32) * side.factor).astype(np.float32)
+        memo[key] = x
+    return memo[key]
 
 
-def smallest(x: np.ndarray) -> np.ndarray:
-    """Returns a constant with size 1 along the batch and the heads if they are alike."""
-    if (x == x[:1]).all():
-        x = x[:1]
-    return x[:, :1] if (x == x[:, :1]).all() else x
+Form = tuple[bool, tuple[int, int] | None]
+"""Whether a mask is causal, and its window."""
 
 
-class _Pattern(NamedTuple):
-    is_causal: bool
-    window: tuple[int, int] | None
-    keeps_all: bool
-    has_empty_rows: bool
-
-
-def _pattern(match: Match, keep: np.ndarray) -> _Pattern:
-    """Returns what a constant mask is."""
-    memo, key = match.probs.level.root.memo, (id(keep), match.axes)
-    if key not in memo:  # the array is kept with it: its `id` is not taken again
+def _pattern(
+    match: Match, constants: Sequence[np.ndarray]
+) -> tuple[np.ndarray, Form | None, bool]:
+    """Returns constant masks as one, its form, and whether it masks a row entirely."""
+    memo, key = match.probs.level.root.memo, (match.axes, *map(id, constants))
+    if key not in memo:
+        parts = [x if x.dtype == bool else x == 0 for x in constants]
+        mask = functools.reduce(np.logical_and, parts, np.ones((1, 1, 1, 1), bool))
         rows, keys = match.size(match.axes.row), match.size(match.axes.key)
-        seen = np.broadcast_to(keep, (*keep.shape[:3], keys)).any(-1)
-        is_causal, window = form_of(keep, rows, keys) or (False, None)
-        empty = not bool(seen.all())
-        memo[key] = keep, _Pattern(is_causal, window, bool(keep.all()), empty)
-    return memo[key][1]
+        form = (False, None) if mask.all() else _form(mask, rows, keys)
+        memo[key] = mask, form, not mask.any(axis=-1).all()
+    return memo[key]
 
 
-def form_of(
-    mask: np.ndarray, rows: int, keys: int
-) -> tuple[bool, tuple[int, int] | None] | None:
-    """Returns whether a mask is causal, and its window; `None` if it is neither."""
+def _form(mask: np.ndarray, rows: int, keys: int) -> Form | None:
     if mask.shape != (1, 1, rows, keys):
         return None
     mask = mask[0, 0]
@@ -208,26 +160,21 @@ def form_of(
     if np.array_equal(mask, here):
         return True, None
     left = int(mask[-1].sum()) - 1
-    if rows != keys or left < 0:
-        return None
-    if np.array_equal(mask, here & ~np.tril(here, -left - 1)):
+    is_window = rows == keys and left >= 0
+    if is_window and np.array_equal(mask, here & ~np.tril(here, -left - 1)):
         return True, (left, 0)
     return None
 
 
 def _parts(side: Side) -> Iterator[Side]:
     """Yields the masks that a mask is made of: one of them may be a constant."""
-    if side.kind == "bias" or side.term.constant is not None:
-        yield side
-        return
-    term, labels = side.term, side.labels
+    term, labels = before_broadcast(side.term, side.labels)
+    side = dataclasses.replace(side, term=term, labels=labels)
     name, operands = term.name, term.operands
-    if name in SAME:
+    if side.kind == "bias" or term.constant is not None:
+        yield side
+    elif name in SAME:
         yield from _parts(dataclasses.replace(side, term=operands[0]))
-    elif name == "broadcast_in_dim" and operands[0].shape:
-        dims = term.params["broadcast_dimensions"]
-        labels = tuple(labels[d] for d in dims)
-        yield from _parts(dataclasses.replace(side, term=operands[0], labels=labels))
     elif name == "not":
         yield from _parts(
             dataclasses.replace(side, term=operands[0], keeps=not side.keeps)
@@ -259,11 +206,7 @@ def arrays_of(
     """Returns the kernel's further operands."""
 
     def small(side: Side) -> Array:
-        x = value_of(side.term)
-        for axis, varies in enumerate(side.term.varying):
-            if not varies and x.shape[axis] != 1:
-                x = lax.slice_in_dim(x, 0, 1, axis=axis)
-        return jnp.asarray(match.side(side, x))
+        return jnp.asarray(match.side(side, value_of(side.term)))
 
     found: dict[str, Array] = {}
     parts: list[PyTree] = [

@@ -1,15 +1,28 @@
 """Recognising attention: the product of a softmax over keys with values."""
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from mpx._program._queries import Equation
-from mpx._recognise._softmax import Label, Meaning, Scores, Side, Softmaxes
+from mpx._recognise._softmax import (
+    SUMMED,
+    Label,
+    Labels,
+    Meaning,
+    Scores,
+    Side,
+    Softmaxes,
+    operand_labels,
+    product_labels,
+)
 from mpx._recognise._terms import Term
+
+_WIDTH: Label = ("width", 0)
 
 
 class Axes(NamedTuple):
@@ -27,14 +40,13 @@ class Match(NamedTuple):
     """Attention that was found in a program."""
 
     eqn: Equation  # The equation that multiplies with the values
-    # The operands of the matmuls
-    query: Term
-    key: Term
-    value: Term
+    operands: list[Term]  # Queries, keys and values
+    labels: list[Labels]  # Those of the axes of the operands
+    result: Labels  # Those of the axes of the result
     probs: Term  # The softmax
-    position: int  # Which operand of the equation it is
     meaning: Meaning
     axes: Axes  # The labels of its axes
+    sizes: dict[Label, int]  # The size of each label
 
     @property
     def scores(self) -> Scores:
@@ -43,143 +55,98 @@ class Match(NamedTuple):
 
     def size(self, *labels: Label) -> int:
         """Returns the product of the sizes of labels."""
-        return math.prod(self.scores.sizes[label] for label in labels)
+        return math.prod(self.sizes[label] for label in labels)
 
     @property
-    def shapes(self) -> list[tuple[int, int, int, int]]:
-        """The shapes of queries, keys and values: batch, length, heads, size."""
+    def _orders(self) -> list[Labels]:
+        """The labels of queries, keys, values and result: batch, length, heads, size."""
         batch, heads, groups, row, key = self.axes
-        n, s = self.size(*batch), self.size(key)
-        depth = self.query.shape[self._summed(self._sides[0])]
-        width = self.value.aval.size // (n * s * self.size(*heads))
+        many = (*heads, *groups)
         return [
-            (n, self.size(row), self.size(*heads, *groups), depth),
-            (n, s, self.size(*heads), depth),
-            (n, s, self.size(*heads), width),
+            (batch, (row,), many, (SUMMED,)),
+            (batch, (key,), heads, (SUMMED,)),
+            (batch, (key,), heads, (_WIDTH,)),
+            (batch, (row,), many, (_WIDTH,)),
         ]
-
-    # --- Layout -----------------------------------------------------------------------
 
     @property
-    def _sides(self) -> tuple[int, int]:
-        """Which operands of the first matmul are queries and keys."""
-        return (0, 1) if self.axes.key[0] == "rhs" else (1, 0)
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of queries, keys and values: batch, length, heads, size."""
+        return [tuple(self.size(*x) for x in order) for order in self._orders[:3]]
 
-    def _summed(self, side: int) -> int:
-        return self.scores.dot.params["dimension_numbers"][0][side][0]
-
-    def _axis(self, side: int, label: Label) -> int:
-        """Returns the axis of a query or key that has a label."""
-        kind, index = label
-        batch = self.scores.dot.params["dimension_numbers"][1]
-        return batch[side][index] if kind == "batch" else index
-
-    def laid_out(self, query: Array, key: Array, value: Array) -> list[Array]:
-        """Returns the operands with the axes batch, length, heads and size."""
-        batch, heads, groups, row, last = self.axes
-        first, second = self._sides
-        places = [
-            [self._axis(first, x) for x in (*batch, row, *heads, *groups)],
-            [self._axis(second, x) for x in (*batch, last, *heads)],
-            [self._value_axis(x) for x in (*batch, last, *heads)],
-        ]
-        ends = [self._summed(first), self._summed(second), self._value_free()]
-        arrays = (query, key, value)
-        return [
-            _ordered(x, [*axes, end]).reshape(shape)
-            for x, axes, end, shape in zip(
-                arrays, places, ends, self.shapes, strict=True
-            )
-        ]
-
-    def _product(self) -> tuple[int, list[list[int]], list[list[int]]]:
-        """Returns which operand the softmax is, and the summed and batch axes."""
-        first = self.position
-        summed, batch = self.eqn.params["dimension_numbers"]
-        order = slice(None) if first == 0 else slice(None, None, -1)
-        return first, list(map(list, summed))[order], list(map(list, batch))[order]
-
-    def _value_axis(self, label: Label) -> int:
-        _, (_, summed), (probs, values) = self._product()
-        if label == self.axes.key:
-            return summed[0]
-        pairs = zip(probs, values, strict=True)
-        return next(v for p, v in pairs if self.meaning.labels[p] == (label,))
-
-    def _value_free(self) -> int:
-        _, (_, summed), (_, batch) = self._product()
-        free = [i for i in range(len(self.value.shape)) if i not in (*summed, *batch)]
-        return max(free, key=lambda i: self.value.shape[i])
+    def laid_out(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns queries, keys and values with the axes batch, length, heads and size."""
+        rows = zip(arrays, self.labels, self._orders, strict=False)
+        return [jnp.asarray(self._arranged(*row)) for row in rows]
 
     def as_result(self, out: Array) -> Array:
         """Returns attention (batch, length, heads, size) in the layout of the equation."""
-        batch, heads, groups, row, _ = self.axes
-        have: list[Label | None] = [*batch, row, *heads, *groups, None]
-        sizes = [self.size(x) if x is not None else out.shape[-1] for x in have]
-        first, (summed, _), (shared, _) = self._product()
-        labels = self.meaning.labels
-        rest = [i for i in range(len(labels)) if i not in (*summed, *shared)]
-        free = [x for i in rest for x in labels[i]]
-        order = [x for i in shared for x in labels[i]]
-        order += [*free, None] if first == 0 else [None, *free]
-        out = jnp.transpose(out.reshape(sizes), [have.index(x) for x in order])
-        return out.reshape(self.eqn.outvars[0].aval.shape)
+        return jnp.asarray(self._arranged(out, self._orders[3], self.result))
 
     def side(self, side: Side, x: Array | np.ndarray) -> Array | np.ndarray:
         """Returns a bias or mask with the axes batch, heads, rows and keys."""
         batch, heads, groups, row, key = self.axes
-        sizes, labels = [], []
-        for size, here in zip(x.shape, side.labels, strict=True):
-            labels += here
-            sizes += [1 if size == 1 else self.size(label) for label in here]
-        x = x.reshape(sizes)
-        order = [batch, (*heads, *groups), (row,), (key,)]
-        x = x.transpose(
-            [labels.index(y) for group in order for y in group if y in labels]
+        return self._arranged(
+            x, side.labels, (batch, (*heads, *groups), (row,), (key,))
         )
-        found = dict(
-            zip([y for g in order for y in g if y in labels], x.shape, strict=True)
-        )
+
+    def _arranged(
+        self, x: Array | np.ndarray, labels: Labels, order: Labels
+    ) -> Array | np.ndarray:
+        """Splits, transposes and merges axes; a label that is missing has size 1."""
+        sizes: dict[Label, int] = {}
+        for size, here in zip(x.shape, labels, strict=True):
+            sizes |= {label: 1 if size == 1 else self.size(label) for label in here}
+        wanted = [label for group in order for label in group]
+        places, there = list(sizes), [label for label in wanted if label in sizes]
+        x = x.reshape(list(sizes.values()))
+        x = x.transpose([places.index(label) for label in there])
+        x = x.reshape([sizes.get(label, 1) for label in wanted])
         wide, shape = [], []
         for group in order:
-            varies = any(found.get(label, 1) != 1 for label in group)
-            wide += [self.size(y) if varies else 1 for y in group]
+            varies = any(sizes.get(label, 1) != 1 for label in group)
+            wide += [self.size(label) if varies else 1 for label in group]
             shape.append(self.size(*group) if varies else 1)
-        x = x.reshape([found.get(y, 1) for group in order for y in group])
         where = np if isinstance(x, np.ndarray) else jnp
         return where.broadcast_to(x, wide).reshape(shape)
 
 
-def _ordered(x: Array, axes: list[int]) -> Array:
-    """Transposes an array; axes that are not named have size 1 and come first."""
-    rest = [i for i in range(x.ndim) if i not in axes]
-    return jnp.transpose(x, [*rest, *axes])
-
-
 def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     """Returns the attention of which a matmul is the last operation, if it is one."""
-    terms = [softmaxes.level.term(atom) for atom in eqn.invars]
-    known = [softmaxes.meaning(term) for term in terms]
+    last = Term(softmaxes.level, eqn.outvars[0], eqn)
+    known = [softmaxes.meaning(term) for term in last.operands]
     which = [i for i, x in enumerate(known) if x is not None and x.kind == "probs"]
     if len(which) != 1:
         return None
-    (first,) = which
-    meaning = known[first]
+    (position,) = which
+    meaning, value = known[position], last.operands[1 - position]
     assert meaning is not None
-    if not meaning.is_bounded:
-        return None  # it may overflow where the kernel does not
     summed, batch = eqn.params["dimension_numbers"]
-    axes = _axes(meaning, summed[first], batch[first])
-    if axes is None:
+    axes = _axes(meaning, summed[position], batch[position])
+    # Without a bound it may overflow where the kernel does not.
+    if axes is None or not meaning.is_bounded:
         return None
-    value = terms[1 - first]
-    taken = {*summed[1 - first], *batch[1 - first]}
-    free = [n for i, n in enumerate(value.shape) if i not in taken and n != 1]
+    places = {summed[1 - position][0]: (axes.key,)}
+    for mine, other in zip(batch[position], batch[1 - position], strict=True):
+        places[other] = meaning.labels[mine]
+    free = [i for i, n in enumerate(value.shape) if i not in places and n != 1]
     if len(free) != 1:
         return None
-    operands = meaning.scores.dot.operands
-    query, key = operands if axes.key[0] == "rhs" else operands[::-1]
-    return Match(eqn, query, key, value, terms[first], first, meaning, axes)
+    places[free[0]] = (_WIDTH,)
+    labels = tuple(places.get(i, ()) for i in range(len(value.shape)))
+    pair = (meaning.labels, labels)
+    order = slice(None) if axes.key[0] == "rhs" else slice(None, None, -1)
+    dot = meaning.scores.dot
+    return Match(
+        eqn,
+        [*dot.operands[order], value],
+        [*operand_labels(dot)[order], labels],
+        product_labels(last, *(pair if position == 0 else pair[::-1])),
+        last.operands[position],
+        meaning,
+        axes,
+        {**meaning.scores.sizes, _WIDTH: value.shape[free[0]]},
+    )
 
 
 def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
@@ -189,22 +156,19 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
     if len(summed) != 1 or len(keys) != 1 or keys != meaning.summed:
         return None
     (key,) = keys
-    if key[0] == "batch":
-        return None
-    side: Literal["lhs", "rhs"] = "lhs" if key[0] == "rhs" else "rhs"
-    if any(x[0] == key[0] and x != key for x in scores.sizes):
-        return None
+    side = {"lhs": "rhs", "rhs": "lhs"}.get(key[0])
     free = [x for x in scores.sizes if x[0] == side]
     shared = [x for x in scores.sizes if x[0] == "batch"]
+    others = [x for x in scores.sizes if x[0] == key[0] and x != key]
     given = [labels[axis] for axis in batch]
-    if not free or any(len(x) > 1 for x in given):
+    if not free or others or any(len(x) > 1 for x in given):
         return None
     if {x for here in given for x in here} != {*shared}:
         return None
 
     def is_row(label: Label) -> tuple[bool, bool, int]:
         size = scores.sizes[label]
-        masked = any(_varies(x, label) for x in scores.sides if x.kind == "mask")
+        masked = any(_varies(mask, label) for mask in scores.masks)
         return masked, size == scores.sizes[key], size
 
     row = max(free, key=is_row)
@@ -223,11 +187,11 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
 
 
 def _varies(side: Side, label: Label) -> bool:
-    pairs = zip(side.labels, side.term.varying, strict=True)
-    return any(label in here and varies for here, varies in pairs)
+    pairs = zip(side.labels, side.term.shape, strict=True)
+    return any(label in here and size != 1 for here, size in pairs)
 
 
-_RANDOM = ("random_bits", "threefry2x32", "random_wrap", "rng_bit_generator")
+_RANDOM = {"random_bits", "threefry2x32", "random_wrap", "rng_bit_generator"}
 # A softmax that is read by these chooses experts.
 _ROUTING = ("top_k", "sort", "argmax", "gather")
 _MOST_SEARCHED = 60
@@ -245,29 +209,16 @@ def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
             continue
         seen[id(term)] = term
         meaning = softmaxes.meaning(term)
-        if meaning is not None:
-            found = _reason_by_reader(meaning, reader) or found
-        elif term.name != "dot_general":
+        if meaning is None and term.name != "dot_general":
             names.add(term.name)
             waiting += [(operand, term.name) for operand in term.operands]
-    if found is not None and "between softmax" in found and names & {*_RANDOM}:
+        elif meaning is not None and meaning.kind == "probs":
+            if reader and reader not in _ROUTING:
+                found = f"{reader} between softmax and values"
+            elif not reader and not meaning.is_bounded:
+                found = "softmax without the largest score of each row subtracted"
+        elif meaning is not None and (reader, "exp" in names) == ("tanh", True):
+            found = "a soft cap (tanh) of the scores"
+    if found is not None and "between" in found and names & _RANDOM:
         return "dropout between softmax and values"
-    if found is not None and "tanh" in found and "exp" not in names:
-        return None
     return found
-
-
-def _reason_by_reader(meaning: Meaning, reader: str) -> str | None:
-    """Returns what is wrong with a part of a softmax that an operation reads.
-
-    The operation is that with the values if it has no name here.
-    """
-    if meaning.kind == "scores" and reader == "tanh":
-        return "a soft cap (tanh) of the scores"
-    if meaning.kind != "probs" or reader in _ROUTING:
-        return None
-    if reader:
-        return f"{reader} between softmax and values"
-    if not meaning.is_bounded:
-        return "softmax without the largest score of each row subtracted"
-    return None
