@@ -311,7 +311,6 @@ SIMULATED = {
         {"bias": np.where(ROW, np.where(SEEN, -1e9, -3e9), NOISE)},
     ),
     "a row below all": ({}, {"bias": np.where(ROW, -np.inf, NOISE)}),
-    "no key, causal": ({"is_causal": True}, {"mask": ~SEEN}),
 }
 
 

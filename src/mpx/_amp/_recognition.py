@@ -106,7 +106,7 @@ class _Call(NamedTuple):
 
         arrays = match.laid_out([cast(x, dtype) for x, _ in operands])
         extras = arrays_of(match, masks, wide)
-        out = kernel.fitted_attention(arrays, extras, spec)
+        out = kernel.attention(arrays, extras, spec)
         if masks.empty is not None:
             out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
         out = match.as_result(out)
@@ -186,13 +186,10 @@ class _Search:
             match.scores.scale, masks.is_causal, masks.window, masks.extras
         )
         (dtype,) = dtypes
-        if masks.extras == ("bias", "mask"):
-            zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
-            arrays = jax.eval_shape(lambda: arrays_of(match, masks, zeros))
-            shapes = arrays["bias"].shape, arrays["mask"].shape
-            against = kernel.reason_by_shapes(*shapes)
-        padded = kernel.padded_call(match.shapes, spec, dtype)
-        against = against or kernel.reason_against(*padded)
+        zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
+        extras = jax.eval_shape(lambda: arrays_of(match, masks, zeros))
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
+        against = kernel.reason_against(spec, arrays, extras)
         return against or _Call(match, masks, spec, dtype)
 
     def _reason_to_keep(self, match: Match) -> str | None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
@@ -45,7 +44,6 @@ from mpx._program._queries import ATTENTION, contains
 F32 = jnp.dtype(jnp.float32)
 Aval = Any
 """The type of a value: shape, dtype, sharding."""
-Shape = tuple[int, ...]
 _jax = private("attention")
 
 
@@ -131,46 +129,32 @@ def _output(
 def _vjp(
     operands: Sequence[Array], spec: Attention
 ) -> tuple[Array, Callable[..., PyTree]]:
-    """Calls cuDNN; returns its result and the function for the backward pass."""
-    query, key = operands[:2]
-    given = dict(zip(spec.extras, operands[3:], strict=True))
-    mask = given.get("mask")
-    visible = _visible(spec, given, query.shape[1], key.shape[1])
+    """Calls cuDNN; returns its result and the function for the backward pass.
 
-    def whole(x: Array) -> Array:
-        # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a mask
-        # of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
-        return jnp.broadcast_to(x, (*x.shape[:2], query.shape[1], key.shape[1]))
+    In a causal row in which everything is masked the result is another mean than `plain`'s:
+    the caller replaces such rows.
+    """
+    lengths = operands[0].shape[1], operands[1].shape[1]
+    given = dict(zip(spec.extras, operands[3:], strict=True))
+    seen = [given["mask"]] if "mask" in given else []
+    if spec.is_causal and "bias" in given:
+        seen.append(causal(*lengths, spec.window))
+    visible = functools.reduce(jnp.logical_and, seen) if seen else None
 
     def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
         extras = dict(given)
         if "bias" in extras:
             bias = free[0] if free else extras["bias"]
-            query, bias = _fitting(query, bias, visible)
-            extras["bias"] = whole(bias)
-        if mask is not None:
-            extras["mask"] = whole(mask)
+            query, extras["bias"] = _fitting(query, bias, visible)
+        for name in [x for x in ("bias", "mask") if x in extras]:
+            # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
+            # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
+            shape = (*extras[name].shape[:2], *lengths)
+            extras[name] = jnp.broadcast_to(extras[name], shape)
         low = (query, key, value, *extras.values())
-        out = _by_jax(low, spec, implementation="cudnn")
-        if mask is None or visible is None or visible is mask:
-            return out
-        # The kernel's mean would be that of the keys up to the position of the query.
-        seen = jnp.any(visible, axis=-1).swapaxes(1, 2)[..., None]
-        mean = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32)
-        mean = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=2)
-        return jnp.where(seen, out, convert_dtype(mean, out.dtype))
+        return _by_jax(low, spec, implementation="cudnn")
 
     return jax.vjp(call, *operands[: spec.free])
-
-
-def _visible(
-    spec: Attention, extras: dict[str, Array], rows: int, keys: int
-) -> Array | None:
-    """Returns which keys a query may see; `None` if all."""
-    parts = [extras["mask"]] if "mask" in extras else []
-    if spec.is_causal:
-        parts.append(causal(rows, keys, spec.window))
-    return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
 def causal(rows: int, keys: int, window: tuple[int, int] | None) -> Array:
@@ -214,36 +198,38 @@ _ABSORBING = 1e8
 _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
-def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
+def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs cuDNN attention; returns its result and what its kernel saves."""
-    jaxpr = jax.make_jaxpr(lambda *operands: _vjp(operands, spec)[0])
-    outs, saved = _with_kernel(jaxpr(*_types(operands)), operands, None)
-    return outs[0], saved[1]
+    (out,), saved = _with_kernel(lambda *x: _vjp(x, spec)[0], operands, None)
+    return out, saved[1][..., None]
 
 
-def cudnn_backward(
-    operands: Sequence[Array], kept: Sequence[Array], cotangent: Array, spec: Attention
-) -> list[Array]:
+def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
     """Returns the gradients of cuDNN attention without running it again."""
-    jaxpr = jax.make_jaxpr(lambda ct, *operands: _vjp(operands, spec)[1](ct))
-    args = [cotangent, *operands]
-    return _with_kernel(jaxpr(*_types(args)), args, kept)[0]
+    *given, out, saved, cotangent = operands
+    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
+    by_jax = spec.free == 4 and given[3].shape[0] != 1
+    inside = spec._replace(bias_grad=False) if by_jax else spec
 
+    def backward(cotangent: Array, *given: Array) -> PyTree:
+        return _vjp(given, inside)[1](cotangent)
 
-def _types(operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
-    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    kept = (out, saved[..., 0])
+    grads, _ = _with_kernel(backward, (cotangent, *given), kept)
+    return [*grads, plain_backward(*operands, spec=spec)[3]] if by_jax else grads
 
 
 def _with_kernel(
-    jaxpr: Any, args: Sequence[Array], kept: Sequence[Array] | None
+    func: Callable[..., PyTree], args: Sequence[Array], kept: Sequence[Array] | None
 ) -> tuple[list[PyTree], list[PyTree]]:
-    """Evaluates a jaxpr; returns its results and those of the forward kernel.
+    """Calls a function; returns its results and those of the forward kernel inside.
 
     If the results of that are known, they are `kept`, and it is not run.
     """
     visitor = _Kernel(kept=kept)
-    body, consts = open_jaxpr(jaxpr)
+    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    body, consts = open_jaxpr(jax.make_jaxpr(func)(*types))
     outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
     if len(visitor.saved) != 2:
         raise NotImplementedError(_OTHER_WAY)
@@ -264,45 +250,47 @@ class _Kernel(Visitor):
 
 
 _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
+Types = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def reason_against(
-    spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
+    spec: Attention, arrays: Sequence[jax.ShapeDtypeStruct], extras: Types
 ) -> str | None:
-    """Returns why cuDNN cannot run a call on operands of these types, if it cannot."""
-    if "bias" in spec.extras and avals[0].dtype == jnp.float16:
-        return "a bias may exceed the range of f16"
-    if spec.window is not None and "kv_seqlen" in spec.extras:
-        return "a window together with sequence lengths"
-    return _reason_by_jax(spec, avals, cuda_capability())
+    """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
 
-
-def reason_by_shapes(bias: Shape, mask: Shape) -> str | None:
-    """Returns why cuDNN cannot run a bias with a mask of these shapes, if it cannot.
-
-    It takes one array for both, which has more than 16 bits of precision only relative to
-    the largest number that is not masked, and a gradient only if all examples share it.
+    It takes one array for a bias and a mask, which has more than 16 bits of precision only
+    relative to the largest number that is not masked, and a gradient only if all examples
+    share it.
     """
-    if all(n >= m for n, m in zip(bias[:2], mask[:2], strict=True)):
-        return None
-    return "a bias is shared by what a mask tells apart"
+    if len(extras) == 2:
+        pairs = zip(extras["bias"].shape[:2], extras["mask"].shape[:2], strict=True)
+        if any(bias < mask for bias, mask in pairs):
+            return "a bias is shared by what a mask tells apart"
+    if "bias" in extras and arrays[0].dtype == jnp.float16:
+        return "a bias may exceed the range of f16"
+    return _reason_by_jax(spec, tuple(arrays), cuda_capability())
 
 
 @functools.lru_cache(maxsize=256)
 def _reason_by_jax(
     spec: Attention,
-    avals: tuple[jax.ShapeDtypeStruct, ...],
+    arrays: tuple[jax.ShapeDtypeStruct, ...],
     capability: tuple[int, ...] | None,
 ) -> str | None:
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
     del capability  # part of the cache key
+    full = (1, 1, arrays[0].shape[1], arrays[1].shape[1])
+    dtypes = {"bias": F32, "mask": jnp.bool_}
+    extras = {x: jax.ShapeDtypeStruct(full, dtypes[x]) for x in spec.extras}
 
-    def forward_and_backward(*operands: Array) -> PyTree:
-        out, backward = _vjp(operands, spec)
+    def forward_and_backward(
+        arrays: Sequence[Array], extras: Mapping[str, Array]
+    ) -> PyTree:
+        out, backward = _vjp(*_padded(arrays, extras, spec))
         return backward(out)
 
     try:
-        jaxpr = jax.make_jaxpr(forward_and_backward)(*avals)
+        jaxpr = jax.make_jaxpr(forward_and_backward)(arrays, extras)
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return f"cuDNN: {error}"
     if contains(jaxpr, (CUDNN_KERNEL,)):
@@ -328,22 +316,6 @@ def reason_not_paying(
     if rows * keys < least:
         return f"not faster in cuDNN: {rows} × {keys} scores are fewer than {least}"
     return None
-
-
-def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
-    out, saved = cudnn_forward(operands, spec)
-    return out, saved[..., None]
-
-
-def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
-    *given, out, saved, cotangent = operands
-    kept = out, saved[..., 0]
-    if spec.free == 3 or given[3].shape[0] == 1:
-        return cudnn_backward(given, kept, cotangent, spec)
-    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
-    others = spec._replace(bias_grad=False)
-    grads = cudnn_backward(given, kept, cotangent, others)
-    return [*grads, plain_backward(*operands, spec=spec)[3]]
 
 
 # --- Primitives -----------------------------------------------------------------------
@@ -448,83 +420,44 @@ _jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
 _MASKED = -1e30
 
 
-class Fit(NamedTuple):
-    """How operands are padded: the numbers of queries, keys and numbers of a head after it.
-
-    With `lengths`, the kernel is told the number of keys before padding.
-    """
-
-    rows: int
-    keys: int
-    head: int
-    lengths: bool
-
-    @classmethod
-    def of(cls, query: Shape, value: Shape, spec: Attention) -> "Fit":
-        """Returns the padding of operands of these shapes."""
-        rows, keys = query[1], value[1]
-        odd = bool(keys % 2)
-        # Causal queries see no later keys, and a bias or mask is padded itself.
-        hidden = bool(spec.extras) or (spec.is_causal and rows <= keys)
-        head = max(query[-1], value[-1])
-        return cls(
-            rows + rows % 2, keys + odd, -(-head // 8) * 8, lengths=odd and not hidden
-        )
-
-    def spec(self, spec: Attention) -> Attention:
-        """Returns the call on padded operands."""
-        if not self.lengths:
-            return spec
-        return spec._replace(extras=(*spec.extras, "kv_seqlen"))
-
-
-def padded_call(
-    shapes: list[Shape], spec: Attention, dtype: np.dtype
-) -> tuple[Attention, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the call on padded operands, and their types."""
-    query, _, value = shapes
-    fit = Fit.of(query, value, spec)
-    spec = fit.spec(spec)
-    lengths = fit.rows, fit.keys, fit.keys
-    types = [
-        jax.ShapeDtypeStruct((x[0], length, x[2], fit.head), dtype)
-        for x, length in zip(shapes, lengths, strict=True)
-    ]
-    full = (1, 1, fit.rows, fit.keys)
-    kinds = {
-        "bias": jax.ShapeDtypeStruct(full, jnp.float32),
-        "mask": jax.ShapeDtypeStruct(full, jnp.bool_),
-        "kv_seqlen": jax.ShapeDtypeStruct(query[:1], jnp.int32),
-    }
-    return spec, (*types, *(kinds[name] for name in spec.extras))
-
-
-def fitted_attention(
+def attention(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> Array:
-    """Runs attention on operands that are padded where the kernel needs it."""
+    """Runs attention on queries, keys, values and the arrays that `spec.extras` names."""
+    operands, padded = _padded(arrays, extras, spec)
+    out, _ = attention_p.bind(*varying_alike(operands), spec=padded)
+    return out[:, : arrays[0].shape[1], :, : arrays[2].shape[-1]]
+
+
+def _padded(
+    arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
+) -> tuple[list[Array], Attention]:
+    """Returns operands that are padded where the kernel needs it, and the call on them."""
     query, key, value = arrays
-    rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
-    fit = Fit.of(query.shape, value.shape, spec)
-    query = _padded(query, {1: fit.rows, 3: fit.head})
-    key, value = (_padded(x, {1: fit.keys, 3: fit.head}) for x in (key, value))
-    more = []
+    rows, keys = query.shape[1], key.shape[1]
+    more_rows, more_keys = rows % 2, keys % 2
+    size = max(query.shape[-1], value.shape[-1])
+    size += -size % 8
+    operands = [
+        _filled_up(x, {1: more, 3: size - x.shape[-1]})
+        for x, more in ((query, more_rows), (key, more_keys), (value, more_keys))
+    ]
     for name in spec.extras:
         x, fill = extras[name], _MASKED if name == "bias" else False
-        if name == spec.extras[0] and fit.keys != keys and x.shape[3] == 1:
+        if name == spec.extras[0] and more_keys and x.shape[3] == 1:
             x = jnp.broadcast_to(x, (*x.shape[:3], keys))  # it hides the new keys
-        x = _padded(x, {3: fit.keys} if x.shape[3] == keys else {}, fill)
-        more.append(_padded(x, {2: fit.rows} if x.shape[2] == rows else {}))
-    if fit.lengths:
-        more.append(jnp.full(query.shape[:1], keys, jnp.int32))
-    operands = varying_alike([query, key, value, *more])
-    out, _ = attention_p.bind(*operands, spec=fit.spec(spec))
-    return out[:, :rows, :, :size]
+        x = _filled_up(x, {3: more_keys * (x.shape[3] == keys)}, fill)
+        operands.append(_filled_up(x, {2: more_rows * (x.shape[2] == rows)}))
+    # Causal queries see no later keys, and a bias or mask is padded itself.
+    if more_keys and not spec.extras and not (spec.is_causal and rows <= keys):
+        operands.append(jnp.full(query.shape[:1], keys, jnp.int32))
+        spec = spec._replace(extras=("kv_seqlen",))
+    return operands, spec
 
 
-def _padded(x: Array, sizes: dict[int, int], fill: float = 0.0) -> Array:
-    """Returns an array that is filled up to some sizes."""
-    missing = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
-    if not any(n for _, n in missing):
+def _filled_up(x: Array, more: dict[int, int], fill: float = 0.0) -> Array:
+    """Returns an array with more elements along some axes."""
+    if not any(more.values()):
         return x
-    return jnp.pad(x, missing, constant_values=fill)
+    sizes = [(0, more.get(i, 0)) for i in range(x.ndim)]
+    return jnp.pad(x, sizes, constant_values=fill)
