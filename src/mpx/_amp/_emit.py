@@ -377,7 +377,7 @@ def multiply(eqn: Equation, args: PyTree, dtype: np.dtype) -> list[PyTree]:
     """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one."""
     if eqn.primitive.name not in RAGGED or no_grouped_kernel(eqn) is not None:
         return bind(eqn, args, preferred_element_type=dtype)
-    from mpx._ops._experts._primitive import grouped_matmul
+    from mpx._ops._experts._mosaic import grouped_matmul
 
     kind = kind_of(eqn)
     assert kind is not None

@@ -35,6 +35,7 @@ from mpx._ops._primitives import (
     define,
     differentiated,
     function_of,
+    mapped_alike,
     varying_alike,
     zero_tangent,
 )
@@ -366,14 +367,8 @@ def _batched(
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
-    size = next(
-        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
-    )
-    full = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
-    batch = full[0].shape[1]
+    full = mapped_alike(operands, dims)
+    size, batch = full[0].shape[:2]
     shared = [i for i, name in enumerate(spec.extras, start=3) if name != "kv_seqlen"]
     if 3 in params.get("wrt", ()):
         shared.append(len(operands) - 1)  # the tangent of the bias

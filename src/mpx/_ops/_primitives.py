@@ -80,6 +80,16 @@ def differentiated(names: Names, func: Run) -> Run:
     return rule
 
 
+def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    """Returns operands that are all mapped along their first axis, of which one is mapped."""
+    pairs = list(zip(operands, dims, strict=True))
+    size = next(x.shape[d] for x, d in pairs if d is not None)
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in pairs
+    ]
+
+
 def run_each(
     primitive: Primitive,
     operands: Sequence[Array],
@@ -87,17 +97,12 @@ def run_each(
     **params: object,
 ) -> PyTree:
     """Maps an operation by running it once for each element, along the first axis."""
-    mapped = [
-        jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-        if d is not None
-    ]
+    pairs = list(zip(operands, dims, strict=True))
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
 
     def each(slices: list[Array]) -> PyTree:
         given = iter(slices)
-        args = [
-            x if d is None else next(given) for x, d in zip(operands, dims, strict=True)
-        ]
+        args = [x if d is None else next(given) for x, d in pairs]
         return primitive.bind(*args, **params)
 
     return lax.map(each, mapped)
