@@ -30,8 +30,14 @@ from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
 from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation
-from mpx._recognise._masks import Masks, arrays_of, fill_empty_rows, masks_of
-from mpx._recognise._match import Match, find_attention, reason_for_miss
+from mpx._recognise._match import (
+    Masks,
+    Match,
+    fill_empty_rows,
+    find_attention,
+    masks_of,
+    reason_for_miss,
+)
 from mpx._recognise._softmax import Softmaxes
 from mpx._recognise._terms import Level, Term, live_equations, outermost
 
@@ -105,7 +111,7 @@ class _Call(NamedTuple):
             return amp.widen(found) if is_eligible(term.aval) else jnp.asarray(found)
 
         arrays = match.laid_out([cast(x, dtype) for x, _ in operands])
-        extras = arrays_of(match, masks, wide)
+        extras = masks.arrays(match, wide)
         out = kernel.attention(arrays, extras, spec)
         if masks.empty is not None:
             out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
@@ -182,12 +188,12 @@ class _Search:
         masks = masks_of(match) if against is None else against
         if isinstance(masks, str):
             return masks
+        zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
+        extras = jax.eval_shape(lambda: masks.arrays(match, zeros))
         spec = kernel.Attention(
-            match.scores.scale, masks.is_causal, masks.window, masks.extras
+            match.scores.scale, masks.is_causal, masks.window, tuple(extras)
         )
         (dtype,) = dtypes
-        zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
-        extras = jax.eval_shape(lambda: arrays_of(match, masks, zeros))
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
         against = kernel.reason_against(spec, arrays, extras)
         return against or _Call(match, masks, spec, dtype)

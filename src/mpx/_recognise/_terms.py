@@ -216,33 +216,18 @@ def _choose(which: PyTree, *cases: PyTree) -> PyTree:
     return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
 
 
+# The names of operations in JAX and in NumPy.
+_PAIRS = names(
+    "add:add sub:subtract mul:multiply neg:negative abs:abs max:maximum min:minimum "
+    "sqrt:sqrt exp:exp log:log exp2:exp2 pow:power integer_pow:power and:bitwise_and "
+    "or:bitwise_or xor:bitwise_xor not:bitwise_not eq:equal ne:not_equal lt:less "
+    "le:less_equal gt:greater ge:greater_equal"
+)
 _NUMPY: dict[str, Callable[..., PyTree]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": _divide,
-    "neg": np.negative,
-    "abs": np.abs,
-    "max": np.maximum,
-    "min": np.minimum,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "exp": np.exp,
-    "log": np.log,
-    "exp2": np.exp2,
-    "pow": np.power,
-    "integer_pow": np.power,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.bitwise_not,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
+    **{name: getattr(np, other) for name, other in (x.split(":") for x in _PAIRS)},
     **dict.fromkeys((*SAME, "convert_element_type"), lambda x: x),
+    "div": _divide,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
     "select_n": _choose,
 }
 
