@@ -33,8 +33,8 @@ from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops._primitives import (
     define,
-    differentiated,
     function_of,
+    linearise,
     mapped_alike,
     varying_alike,
     zero_tangent,
@@ -58,17 +58,11 @@ class Attention(NamedTuple):
     # The further operands: of `bias`, `mask` and `kv_seqlen`, in this order, those that
     # there are
     extras: tuple[str, ...]
-    bias_grad: bool = True  # Whether a bias gets a gradient
 
     @property
-    def operands(self) -> int:
-        """The number of operands."""
-        return 3 + len(self.extras)
-
-    @property
-    def free(self) -> int:
-        """The number of leading operands that are differentiable."""
-        return 4 if "bias" in self.extras and self.bias_grad else 3
+    def free(self) -> tuple[int, ...]:
+        """The operands that are differentiable."""
+        return (0, 1, 2, 3) if "bias" in self.extras else (0, 1, 2)
 
 
 # --- The operation in plain JAX -------------------------------------------------------
@@ -103,9 +97,11 @@ def _by_jax(
     )
 
 
-def plain_backward(*operands: Array, spec: Attention) -> tuple[Array, ...]:
-    """Returns the gradients of `plain` with respect to q, k, v and the bias."""
-    call, chosen = _output(operands, spec, range(spec.free))
+def plain_backward(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> Sequence[Array]:
+    """Returns the gradients of `plain` with respect to some operands."""
+    call, chosen = _output(operands, spec, wrt)
     return jax.vjp(call, *chosen)[1](operands[-1])
 
 
@@ -120,7 +116,7 @@ def plain_tangent(
 def _output(
     operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
 ) -> tuple[Callable[..., Array], list[Array]]:
-    given = operands[: spec.operands]
+    given = operands[: 3 + len(spec.extras)]
     return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
 
 
@@ -128,26 +124,23 @@ def _output(
 
 
 def _vjp(
-    operands: Sequence[Array], spec: Attention
+    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
 ) -> tuple[Array, Callable[..., PyTree]]:
     """Calls cuDNN; returns its result and the function for the backward pass.
 
     In a causal row in which everything is masked the result is another mean than `plain`'s:
     the caller replaces such rows.
     """
-    lengths = operands[0].shape[1], operands[1].shape[1]
-    given = dict(zip(spec.extras, operands[3:], strict=True))
-    seen = [given["mask"]] if "mask" in given else []
-    if spec.is_causal and "bias" in given:
-        seen.append(causal(*lengths, spec.window))
-    visible = functools.reduce(jnp.logical_and, seen) if seen else None
 
-    def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
-        extras = dict(given)
+    def call(query: Array, key: Array, value: Array, *more: Array) -> Array:
+        lengths = query.shape[1], key.shape[1]
+        extras = dict(zip(spec.extras, more, strict=True))
         if "bias" in extras:
-            bias = free[0] if free else extras["bias"]
-            query, extras["bias"] = _fitting(query, bias, visible)
-        for name in [x for x in ("bias", "mask") if x in extras]:
+            seen = [extras["mask"]] if "mask" in extras else []
+            seen += [causal(*lengths, spec.window)] if spec.is_causal else []
+            visible = functools.reduce(jnp.logical_and, seen) if seen else None
+            query, extras["bias"] = _fitting(query, extras["bias"], visible)
+        for name in [x for x in extras if x != "kv_seqlen"]:
             # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
             # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
             shape = (*extras[name].shape[:2], *lengths)
@@ -155,7 +148,8 @@ def _vjp(
         low = (query, key, value, *extras.values())
         return _by_jax(low, spec, implementation="cudnn")
 
-    return jax.vjp(call, *operands[: spec.free])
+    func, chosen = function_of(call, operands, wrt)
+    return jax.vjp(func, *chosen)
 
 
 def causal(rows: int, keys: int, window: tuple[int, int] | None) -> Array:
@@ -201,23 +195,27 @@ _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs cuDNN attention; returns its result and what its kernel saves."""
-    (out,), saved = _with_kernel(lambda *x: _vjp(x, spec)[0], operands, None)
+    (out,), saved = _with_kernel(lambda *x: _vjp(x, spec, spec.free)[0], operands, None)
     return out, saved[1][..., None]
 
 
-def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
+def _cudnn_backward(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> Sequence[Array]:
     """Returns the gradients of cuDNN attention without running it again."""
     *given, out, saved, cotangent = operands
     # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
-    by_jax = spec.free == 4 and given[3].shape[0] != 1
-    inside = spec._replace(bias_grad=False) if by_jax else spec
+    by_kernel = 3 in wrt and given[3].shape[0] == 1
+    inside = (0, 1, 2, 3) if by_kernel else (0, 1, 2)
 
     def backward(cotangent: Array, *given: Array) -> PyTree:
-        return _vjp(given, inside)[1](cotangent)
+        return _vjp(given, spec, inside)[1](cotangent)
 
     kept = (out, saved[..., 0])
     grads, _ = _with_kernel(backward, (cotangent, *given), kept)
-    return [*grads, plain_backward(*operands, spec=spec)[3]] if by_jax else grads
+    if 3 in wrt and not by_kernel:
+        grads += plain_backward(*operands, spec=spec, wrt=(3,))
+    return [grads[i] for i in wrt]
 
 
 def _with_kernel(
@@ -287,7 +285,8 @@ def _reason_by_jax(
     def forward_and_backward(
         arrays: Sequence[Array], extras: Mapping[str, Array]
     ) -> PyTree:
-        out, backward = _vjp(*_padded(arrays, extras, spec))
+        operands, padded = _padded(arrays, extras, spec)
+        out, backward = _vjp(operands, padded, spec.free)
         return backward(out)
 
     try:
@@ -333,7 +332,7 @@ def _attention_jvp(
     primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
 ) -> tuple[list[PyTree], list[PyTree]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
-    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
+    wrt = tuple(i for i in spec.free if type(tangents[i]) is not _jax.Zero)
     tangent = zero_tangent(_jax, out)
     if wrt:
         chosen = [tangents[i] for i in wrt]
@@ -342,21 +341,6 @@ def _attention_jvp(
         )
     # JAX has no gradient of the logsumexp either.
     return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
-
-
-def _tangent_transpose(
-    cotangents: Sequence[PyTree],
-    *operands: PyTree,
-    spec: Attention,
-    wrt: tuple[int, ...],
-) -> list[PyTree]:
-    known, grads = operands[: -len(wrt)], [None] * len(wrt)
-    if type(cotangents[0]) is not _jax.Zero:
-        found = attention_backward_p.bind(
-            *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
-        )
-        grads = [found[i] for i in wrt]
-    return [*[None] * len(known), *grads]
 
 
 def _batched(
@@ -370,7 +354,8 @@ def _batched(
     full = mapped_alike(operands, dims)
     size, batch = full[0].shape[:2]
     shared = [i for i, name in enumerate(spec.extras, start=3) if name != "kv_seqlen"]
-    if 3 in params.get("wrt", ()):
+    has_bias = 3 in params.get("wrt", ())
+    if has_bias and primitive is attention_tangent_p:
         shared.append(len(operands) - 1)  # the tangent of the bias
     forward = primitive is attention_p
 
@@ -383,15 +368,18 @@ def _batched(
 
     outs = primitive.bind(*(fold(i, x) for i, x in enumerate(full)), **params)
     outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
-    if primitive is attention_backward_p and len(outs) == 4 and full[3].shape[1] == 1:
-        outs[3] = jnp.sum(outs[3], axis=1, keepdims=True)
+    if has_bias and primitive is attention_backward_p and full[3].shape[1] == 1:
+        outs[-1] = jnp.sum(outs[-1], axis=1, keepdims=True)  # that of the bias
     return outs, [0] * len(outs)
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
 attention_p = define(_jax, _FORWARD, _attention_types, plain)
 attention_backward_p = define(
-    _jax, _BACKWARD, lambda *operands, spec: operands[: spec.free], plain_backward
+    _jax,
+    _BACKWARD,
+    lambda *operands, spec, wrt: [operands[i] for i in wrt],
+    plain_backward,
 )
 attention_tangent_p = define(
     _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
@@ -407,9 +395,9 @@ for _primitive, _fast in (
     _lowering = _jax.lower_fun(_fast, multiple_results=True)
     _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
-_jax.primitive_jvps[attention_backward_p] = differentiated(_jax, plain_backward)
-_jax.primitive_jvps[attention_tangent_p] = differentiated(_jax, plain_tangent)
-_jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
+linearise(
+    _jax, attention_tangent_p, attention_backward_p, [plain_tangent, plain_backward]
+)
 
 
 _MASKED = -1e30

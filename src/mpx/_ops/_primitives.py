@@ -63,21 +63,43 @@ def function_of(
     return call, [operands[i] for i in wrt]
 
 
-def differentiated(names: Names, func: Run) -> Run:
-    """Returns the derivative of an operation that is itself a derivative.
+def linearise(
+    names: Names, tangent: Primitive, backward: Primitive, runs: Sequence[Run]
+) -> None:
+    """Defines the derivatives of the derivatives of an operation.
 
-    What was saved for it depends on the operands alone, as the operation itself does.
+    `tangent` takes operands, what was saved, and the tangents of the operands `wrt`;
+    `backward`, its transpose, takes the cotangents of the results instead. What was saved
+    depends on the operands alone: `runs` compute both from these.
     """
 
-    def rule(
-        primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
-    ) -> tuple[PyTree, PyTree]:
-        free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
-        run = lambda *full: list(func(*full, **params))  # noqa: E731
-        call, chosen = function_of(run, primals, free)
-        return jax.jvp(call, chosen, [tangents[i] for i in free])
+    def transpose(
+        cotangents: Sequence[PyTree],
+        *given: PyTree,
+        wrt: tuple[int, ...],
+        **params: object,
+    ) -> list[PyTree]:
+        known = given[: -len(wrt)]
+        grads: Sequence[PyTree] = [None] * len(wrt)
+        if not all(type(x) is names.Zero for x in cotangents):
+            full = [names.instantiate_zeros(x) for x in cotangents]
+            grads = backward.bind(*known, *full, wrt=wrt, **params)
+        return [*[None] * len(known), *grads]
 
-    return rule
+    def differentiated(func: Run) -> Run:
+        def rule(
+            primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
+        ) -> tuple[PyTree, PyTree]:
+            free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
+            run = lambda *full: list(func(*full, **params))  # noqa: E731
+            call, chosen = function_of(run, primals, free)
+            return jax.jvp(call, chosen, [tangents[i] for i in free])
+
+        return rule
+
+    for primitive, run in zip((tangent, backward), runs, strict=True):
+        names.primitive_jvps[primitive] = differentiated(run)
+    names.primitive_transposes[tangent] = transpose
 
 
 def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:

@@ -31,8 +31,8 @@ from mpx._ops._cross_entropy._chunks import (
 )
 from mpx._ops._primitives import (
     define,
-    differentiated,
     function_of,
+    linearise,
     mapped_alike,
     run_each,
     varying_alike,
@@ -143,17 +143,6 @@ def _jvp(
     return outs[:wanted], moved
 
 
-def _transpose(
-    cotangents: Sequence[PyTree], *given: PyTree, head: Head, wrt: tuple[int, ...]
-) -> list[PyTree]:
-    known = given[: -len(wrt)]
-    grads: Sequence[PyTree] = [None] * len(wrt)
-    if not all(type(x) is _jax.Zero for x in cotangents):
-        full = [_jax.instantiate_zeros(x) for x in cotangents]
-        grads = backward_p.bind(*known, *full, head=head, wrt=wrt)
-    return [*[None] * len(known), *grads]
-
-
 def _batched(
     primitive: Primitive,
     given: Sequence[PyTree],
@@ -185,8 +174,6 @@ backward_p = define(
     _backward,
 )
 _jax.primitive_jvps[statistics_p] = _jvp
-_jax.primitive_jvps[tangent_p] = differentiated(_jax, _plain_tangent)
-_jax.primitive_jvps[backward_p] = differentiated(_jax, _plain_backward)
 for _primitive in (statistics_p, tangent_p, backward_p):
     _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
-_jax.primitive_transposes[tangent_p] = _transpose
+linearise(_jax, tangent_p, backward_p, [_plain_tangent, _plain_backward])
