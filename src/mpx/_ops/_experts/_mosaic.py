@@ -192,14 +192,14 @@ def _clear_rows(ref: _Value, begin: _Value, start: _Value, end: _Value) -> None:
     ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
 
 
-def _store(out: Array, ref: _Value) -> None:
-    """Writes a whole block."""
+def _store(out: Array, ref: _Value, copy: _Value = None) -> None:
+    """Writes a block to where `ref` is, or as `copy` does."""
 
     @functools.partial(pl.run_scoped, staged=plgpu.SMEM(out.shape, ref.dtype))
     def _(staged: _Value) -> None:
         staged[...] = out.astype(ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, ref)
+        (copy or plgpu.copy_smem_to_gmem)(staged, ref)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -211,10 +211,7 @@ def _store_some(
     The TMA unit needs to know the size of each piece when the kernel is compiled.
     """
 
-    @functools.partial(pl.run_scoped, staged=plgpu.SMEM(out.shape, ref.dtype))
-    def _(staged: _Value) -> None:
-        staged[...] = out.astype(ref.dtype)
-        plgpu.commit_smem()
+    def copy(staged: _Value, ref: _Value) -> None:
         at, length = begin, out.shape[0] // 2
         while length:
 
@@ -225,7 +222,8 @@ def _store_some(
 
             at += count & length
             length //= 2
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    _store(out, ref, copy)
 
 
 def _kernel(body: _Value, out: _Value, programs: int, interpret: _Value) -> _Value:
