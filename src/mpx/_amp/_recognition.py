@@ -77,7 +77,7 @@ def plan_for(
         return None
     # Nothing runs that nobody reads.
     atoms = {index: found.atoms for index, found in replaced.items()}
-    live = live_equations(jaxpr, atoms.get)
+    live = live_equations(jaxpr, atoms)
     dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
     return Plan(replaced, frozenset(dead))
 
@@ -154,10 +154,10 @@ class _Search:
         else:
             found = reason_for_miss(self.softmaxes, eqn) if is_told else None
         if isinstance(found, _Call):
-            level, inside = self.softmaxes.level, found.match.probs
+            level = self.softmaxes.level
             replacement = _replacement(level, found)
-            live = live_equations(level.jaxpr, {index: replacement.atoms}.get)
-            terms = self.softmaxes.history(inside)
+            live = live_equations(level.jaxpr, {index: replacement.atoms})
+            terms = self.softmaxes.history(found.match.probs)
             if not any(id(outermost(term)) in live for term in terms):
                 return replacement
             found = _USED_ELSEWHERE

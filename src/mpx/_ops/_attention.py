@@ -70,23 +70,15 @@ class Attention(NamedTuple):
 
 def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
-    query, key, value = (convert_dtype(x, F32) for x in operands[:3])
-    given = (query, key, value, *operands[3:])
+    given = [*(convert_dtype(x, F32) for x in operands[:3]), *operands[3:]]
     out, logsumexp = _by_jax(given, spec, implementation="xla", return_residual=True)
     return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
 
 
-def _by_jax(
-    operands: Sequence[Array],
-    spec: Attention,
-    **options: PyTree,
-) -> PyTree:
-    query, key, value, *rest = operands
-    extras = dict(zip(spec.extras, rest, strict=True))
+def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> PyTree:
+    extras = dict(zip(spec.extras, operands[3:], strict=True))
     return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
+        *operands[:3],
         extras.get("bias"),
         extras.get("mask"),
         scale=spec.scale,

@@ -118,10 +118,10 @@ class Level:
             body = self._body(eqn)
             if body is None:
                 return Term(self, var, eqn)
-            return body.term(body.jaxpr.outvars[_position(eqn.outvars, var)])
+            return body.term(body.jaxpr.outvars[eqn.outvars.index(var)])
         if self.caller is not None and var not in self.consts:
             outer, call = self.caller
-            return outer.term(call.invars[_position(self.jaxpr.invars, var)])
+            return outer.term(call.invars[self.jaxpr.invars.index(var)])
         return Term(self, var, None)
 
     def _body(self, eqn: Equation) -> "Level | None":
@@ -150,10 +150,6 @@ class Level:
         return found
 
 
-def _position(variables: Sequence[PyTree], var: Any) -> int:
-    return next(i for i, other in enumerate(variables) if other is var)
-
-
 def outermost(term: Term) -> Equation | None:
     """Returns the equation of the outermost level that computes a term."""
     eqn, caller = term.eqn, term.level.caller
@@ -163,19 +159,16 @@ def outermost(term: Term) -> Equation | None:
     return eqn
 
 
-def live_equations(
-    jaxpr: Jaxpr, replaced: Callable[[int], Sequence[PyTree] | None]
-) -> set[int]:
+def live_equations(jaxpr: Jaxpr, replaced: dict[int, Sequence[PyTree]]) -> set[int]:
     """Returns the `id`s of the equations whose results are read or that have effects.
 
-    `replaced` returns what the equation of an index reads, if not its operands.
+    `replaced` has what some equations read instead of their operands, by index.
     """
     read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     live = set()
     for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if eqn.effects or any(var in read for var in eqn.outvars):
-            atoms = replaced(index)
-            atoms = eqn.invars if atoms is None else atoms
+            atoms = replaced.get(index, eqn.invars)
             read.update(atom for atom in atoms if not isinstance(atom, Literal))
             live.add(id(eqn))
     return live

@@ -58,8 +58,7 @@ def multiply_rows(
     turned: bool,
     dtype: np.dtype,
     blocks: Blocks,
-    programs: int = PROGRAMS,
-    interpret: _Value = False,
+    **options: _Value,
 ) -> Array:
     """Returns each row times the matrix of its group, and zeros for rows without one."""
     (m, k), groups = x.shape, len(w)
@@ -114,7 +113,7 @@ def multiply_rows(
                     _store_some(out, at, first, begins_ref[i], count)
 
     out = jax.ShapeDtypeStruct((m, n), dtype)
-    return _kernel(body, out, programs, interpret)(*table, x, w)
+    return _kernel(body, out, **options)(*table, x, w)
 
 
 def sum_rows(
@@ -124,8 +123,7 @@ def sum_rows(
     *,
     dtype: np.dtype,
     blocks: Blocks,
-    programs: int = PROGRAMS,
-    interpret: _Value = False,
+    **options: _Value,
 ) -> Array:
     """Returns the sum of the outer products of the rows of each group."""
     (m, k), n, groups = x.shape, y.shape[1], sizes.size
@@ -175,7 +173,7 @@ def sum_rows(
             _store(out, out_ref.at[group, down, across])
 
     out = jax.ShapeDtypeStruct((groups, k, n), dtype)
-    return _kernel(body, out, programs, interpret)(group_ends(sizes, m), x, y)
+    return _kernel(body, out, **options)(group_ends(sizes, m), x, y)
 
 
 _block = functools.partial(plgpu.BlockSpec, delay_release=1)
@@ -226,7 +224,9 @@ def _store_some(
     _store(out, ref, copy)
 
 
-def _kernel(body: _Value, out: _Value, programs: int, interpret: _Value) -> _Value:
+def _kernel(
+    body: _Value, out: _Value, programs: int = PROGRAMS, interpret: _Value = False
+) -> _Value:
     body.__name__ = "mpx_grouped_matmul"
     semantics = plgpu.LoweringSemantics.Warpgroup
     return plgpu.kernel(
