@@ -653,8 +653,8 @@ BREAKS = [
     Break(
         "weights that are used elsewhere are not computed",
         "_amp",
-        "if against is None and not self.softmaxes.is_private(match.probs, match.eqn):",
-        "if False:",
+        "if not any(id(outermost(term)) in live for term in terms):",
+        "if True:",
         "recognition",
         "",
     ),

@@ -76,9 +76,12 @@ def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
 
 
 def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> PyTree:
-    extras = dict(zip(spec.extras, operands[3:], strict=True))
+    query, key, value, *rest = operands
+    extras = dict(zip(spec.extras, rest, strict=True))
     return jax.nn.dot_product_attention(
-        *operands[:3],
+        query,
+        key,
+        value,
         extras.get("bias"),
         extras.get("mask"),
         scale=spec.scale,

@@ -22,6 +22,7 @@ import numpy as np
 
 from mpx._recognise._terms import SAME, Level, Term
 
+_F32 = np.dtype(np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")
 Label = tuple[Literal["batch", "lhs", "rhs", "summed", "width"], int]
 """An axis of the matmul that makes the scores: a batch axis by its position among these, a
@@ -250,7 +251,7 @@ def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
     return source._replace(labels=labels, empty=empty)
 
 
-def _rounded(x: float | None, dtype: object = np.float32) -> float | None:
+def _rounded(x: float | None, dtype: np.dtype = _F32) -> float | None:
     """Returns a number in a dtype, in which it may be infinite."""
     with np.errstate(over="ignore"):
         return None if x is None else float(np.float32(x).astype(dtype))

@@ -168,7 +168,7 @@ def live_equations(jaxpr: Jaxpr, replaced: dict[int, Sequence[PyTree]]) -> set[i
     live = set()
     for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if eqn.effects or any(var in read for var in eqn.outvars):
-            atoms = replaced.get(index, eqn.invars)
+            atoms = replaced.get(index) or eqn.invars
             read.update(atom for atom in atoms if not isinstance(atom, Literal))
             live.add(id(eqn))
     return live

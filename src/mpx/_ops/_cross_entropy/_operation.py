@@ -199,7 +199,7 @@ def _wrong_values(
     reduction: str,
     chunks: int | None,
 ) -> Iterator[str]:
-    hidden, weight, bias, labels = (getattr(x, "shape", None) for x in operands)
+    hidden, weight, bias, labels = map(np.shape, operands)
     if vocab_axis not in (-2, -1, 0, 1):
         yield f"`vocab_axis` must be 0 or 1, but it is {vocab_axis!r}."
     if len(weight) != 2:
@@ -219,7 +219,7 @@ def _wrong_values(
             f"`labels` {labels} must have the axes of `hidden` {hidden} but the last: "
             "one label for each token."
         )
-    if bias not in (None, (vocabulary,)):
+    if operands.bias is not None and bias != (vocabulary,):
         yield (
             f"`bias` must have the shape ({vocabulary},), one number for each entry of "
             f"the vocabulary, but its shape is {bias}."
