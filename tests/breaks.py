@@ -653,8 +653,8 @@ BREAKS = [
     Break(
         "weights that are used elsewhere are not computed",
         "_amp",
-        "if not any(id(outermost(term)) in live for term in terms):",
-        "if True:",
+        "used = [index for index in replaced if inside[index] & live]",
+        "used = []",
         "recognition",
         "",
     ),

@@ -63,31 +63,36 @@ def plan_for(
     """Returns what is recognised in a jaxpr; see `Visitor.plan`."""
     known = dict(zip(jaxpr.invars, facts, strict=True))
     search = _Search(amp, Softmaxes(Level(jaxpr, consts)), known, scopes)
-    replaced = {}
+    level = search.softmaxes.level
+    replaced, inside = {}, {}
     try:
         for index, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive.name == "dot_general":
-                found = search.replacement_of(index, eqn)
-                if found is not None:
-                    replaced[index] = found
+            call = search.call_at(eqn) if eqn.primitive.name == "dot_general" else None
+            if call is not None:
+                terms = search.softmaxes.history(call.match.probs)
+                replaced[index] = _replacement(level, call)
+                inside[index] = {id(outermost(term)) for term in terms}
     except Exception as error:
         warn(_FAILED.format(error=repr(error)))
         return None
-    if not replaced:
-        return None
-    # Nothing runs that nobody reads.
-    atoms = {index: found.atoms for index, found in replaced.items()}
-    live = live_equations(jaxpr, atoms)
-    dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
-    return Plan(replaced, frozenset(dead))
+    while replaced:
+        # Nothing runs that nobody reads; what is read all the same is not replaced.
+        atoms = {index: found.atoms for index, found in replaced.items()}
+        live = live_equations(jaxpr, atoms)
+        used = [index for index in replaced if inside[index] & live]
+        if not used:
+            dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
+            return Plan(replaced, frozenset(dead))
+        for index in used:
+            search.tell(jaxpr.eqns[index], _USED_ELSEWHERE)
+            del replaced[index]
+    return None
 
 
 _FAILED = (
     "mpx failed to look for attention in a function under `amp`, which runs as it is "
     'written: {error}. Pass `attention="keep"` to `amp` to silence this, and report it.'
 )
-
-
 _USED_ELSEWHERE = (
     "the weights or scores are used elsewhere, perhaps by a gradient inside"
 )
@@ -145,33 +150,30 @@ class _Search:
     known: Mapping[Any, Origin]
     scopes: Scopes
 
-    def replacement_of(self, index: int, eqn: Equation) -> Replacement | None:
-        """Returns what replaces a matmul that is the last operation of attention, if any."""
+    def call_at(self, eqn: Equation) -> _Call | None:
+        """Returns the attention of which a matmul is the last operation, if it may run."""
         match = find_attention(self.softmaxes, eqn)
-        is_told = self.amp.decisions is not None
         if match is not None:
             found = self._call_of(match)
         else:
+            is_told = self.amp.decisions is not None
             found = reason_for_miss(self.softmaxes, eqn) if is_told else None
-        if isinstance(found, _Call):
-            level = self.softmaxes.level
-            replacement = _replacement(level, found)
-            live = live_equations(level.jaxpr, {index: replacement.atoms})
-            terms = self.softmaxes.history(found.match.probs)
-            if not any(id(outermost(term)) in live for term in terms):
-                return replacement
-            found = _USED_ELSEWHERE
-        if isinstance(found, str) and self.amp.decisions is not None:
+        if isinstance(found, str):
+            return self.tell(eqn, found)
+        return found
+
+    def tell(self, eqn: Equation, reason: str) -> None:
+        """Tells the report why attention is kept."""
+        if self.amp.decisions is not None:
             row = Decision.about(
                 eqn,
                 self.scopes + scopes_of(eqn),
                 primitive="attention",
                 rule=str(Rule.ORIGINAL),
-                reason=found,
+                reason=reason,
                 flops=0,
             )
             self.amp.decisions.append(row)
-        return None
 
     def _call_of(self, match: Match) -> _Call | str:
         """Returns how recognised attention runs in one kernel, or the reason against it."""
