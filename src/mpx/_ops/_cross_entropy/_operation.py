@@ -86,10 +86,10 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     operands = Operands(
         *(None if x is None else jnp.asarray(x) for x in (hidden, weight, bias, labels))
     )
-    for problem in _wrong_dtypes(operands):
-        raise TypeError(problem)
     for problem in _wrong_values(operands, vocab_axis, soft_cap, reduction, chunks):
         raise ValueError(problem)
+    for problem in _wrong_dtypes(operands):
+        raise TypeError(problem)
     has_total = not (isinstance(label_smoothing, int | float) and label_smoothing == 0)
     head = Head(
         dtype=_common_dtype(operands.hidden.dtype, operands.weight.dtype),
