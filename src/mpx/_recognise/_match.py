@@ -163,7 +163,7 @@ def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     )
 
 
-def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
+def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes | None:
     """Returns the roles of the labels, if a product over these axes is attention."""
     scores, labels = meaning.scores, meaning.labels
     keys = {label for axis in summed for label in labels[axis]}
