@@ -52,7 +52,7 @@ KEPT = {
             ),
             v,
         ),
-        "rows may be masked entirely, by masks of different kinds",
+        "select_n between softmax and values",
     ),
     "bias and a small fill": (
         lambda q, k, v: mix(
@@ -61,7 +61,7 @@ KEPT = {
         "a bias may be as large as what masks make of the scores",
     ),
     "no shift": (
-        with_scores(nothing, lambda s: jnp.exp(s) / jnp.exp(s).sum(-1)[..., None]),
+        with_scores(nothing, lambda s: (e := jnp.exp(s)) / e.sum(-1)[..., None]),
         "without the largest score",
     ),
     "largest of all": (

@@ -644,8 +644,8 @@ BREAKS = [
     Break(
         "weights that are used elsewhere are not computed",
         "_amp",
-        "if against is None and not self.softmaxes.is_private(match.probs, match.eqn):",
-        "if False:",
+        "used = [index for index in replaced if inside[index] & live]",
+        "used = []",
         "recognition",
         "",
     ),

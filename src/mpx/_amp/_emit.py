@@ -358,7 +358,7 @@ def multiply(
 ) -> Values:
     """Runs a matmul of 16-bit operands; a ragged one in a grouped kernel if there is one."""
     if eqn.primitive.name in RAGGED and no_grouped_kernel(eqn) is None:
-        from mpx._ops._experts._primitive import grouped_matmul
+        from mpx._ops._experts._mosaic import grouped_matmul
 
         kind = kind_of(eqn)
         assert kind is not None

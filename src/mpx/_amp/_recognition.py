@@ -30,10 +30,16 @@ from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
 from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation
-from mpx._recognise._masks import Masks, arrays_of, fill_empty_rows, masks_of
-from mpx._recognise._match import Match, find_attention, reason_for_miss
+from mpx._recognise._match import (
+    Masks,
+    Match,
+    fill_empty_rows,
+    find_attention,
+    masks_of,
+    reason_for_miss,
+)
 from mpx._recognise._softmax import Softmaxes
-from mpx._recognise._terms import Level, Term, live_equations
+from mpx._recognise._terms import Level, Term, live_equations, outermost
 
 _CALL = next(iter(ATTENTION))
 _NATURAL = (
@@ -57,28 +63,38 @@ def plan_for(
     """Returns what is recognised in a jaxpr; see `Visitor.plan`."""
     known = dict(zip(jaxpr.invars, facts, strict=True))
     search = _Search(amp, Softmaxes(Level(jaxpr, consts)), known, scopes)
-    replaced = {}
+    level = search.softmaxes.level
+    replaced, inside = {}, {}
     try:
         for index, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive.name == "dot_general":
-                call = search.call_at(eqn)
-                if call is not None:
-                    replaced[index] = _replacement(search.softmaxes.level, call)
+            call = search.call_at(eqn) if eqn.primitive.name == "dot_general" else None
+            if call is not None:
+                terms = search.softmaxes.history(call.match.probs)
+                replaced[index] = _replacement(level, call)
+                inside[index] = {id(outermost(term)) for term in terms}
     except Exception as error:
         warn(_FAILED.format(error=repr(error)))
         return None
-    if not replaced:
-        return None
-    # Nothing runs that nobody reads.
-    atoms = {index: found.atoms for index, found in replaced.items()}
-    live = set(map(id, live_equations(jaxpr, atoms.get)))
-    dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
-    return Plan(replaced, frozenset(dead))
+    while replaced:
+        # Nothing runs that nobody reads; what is read all the same is not replaced.
+        atoms = {index: found.atoms for index, found in replaced.items()}
+        live = live_equations(jaxpr, atoms)
+        used = [index for index in replaced if inside[index] & live]
+        if not used:
+            dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
+            return Plan(replaced, frozenset(dead))
+        for index in used:
+            search.tell(jaxpr.eqns[index], _USED_ELSEWHERE)
+            del replaced[index]
+    return None
 
 
 _FAILED = (
     "mpx failed to look for attention in a function under `amp`, which runs as it is "
     'written: {error}. Pass `attention="keep"` to `amp` to silence this, and report it.'
+)
+_USED_ELSEWHERE = (
+    "the weights or scores are used elsewhere, perhaps by a gradient inside"
 )
 
 
@@ -90,28 +106,23 @@ class _Call(NamedTuple):
     spec: kernel.Attention
     dtype: np.dtype
 
-    @property
-    def operands(self) -> tuple[Term, Term, Term]:
-        """Queries, keys and values."""
-        return self.match.query, self.match.key, self.match.value
-
     def run(self, amp: Any, op: Op, value_of: Callable[[Term], Value]) -> Outcome:
         """Runs attention in 16 bits, and tells the report."""
         match, masks, spec, dtype = self
-        operands = [value_of(x) for x in self.operands]
+        operands = [value_of(x) for x in match.operands]
 
         def wide(term: Term) -> Array:
             found = value_of(term)[0]
             return amp.widen(found) if is_eligible(term.aval) else jnp.asarray(found)
 
-        arrays = match.laid_out(*(cast(x, dtype) for x, _ in operands))
-        extras = arrays_of(match, masks, wide)
-        out = kernel.fitted_attention(arrays, extras, spec)
+        arrays = match.laid_out([cast(x, dtype) for x, _ in operands])
+        extras = masks.arrays(match, wide)
+        out = kernel.attention(arrays, extras, spec)
         if masks.empty is not None:
             out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
         out = match.as_result(out)
         asked = op.eqn.outvars[0].aval
-        if not is_eligible(asked) or not is_eligible(match.value.aval):
+        if not is_eligible(asked) or not is_eligible(match.operands[2].aval):
             out = cast(out, asked.dtype)  # as it was asked for
         if amp.decisions is not None:
             (batch, rows, heads, size), (_, keys, _, _), _ = match.shapes
@@ -142,61 +153,57 @@ class _Search:
     def call_at(self, eqn: Equation) -> _Call | None:
         """Returns the attention of which a matmul is the last operation, if it may run."""
         match = find_attention(self.softmaxes, eqn)
-        is_told = self.amp.decisions is not None
         if match is not None:
             found = self._call_of(match)
         else:
+            is_told = self.amp.decisions is not None
             found = reason_for_miss(self.softmaxes, eqn) if is_told else None
         if isinstance(found, str):
-            if self.amp.decisions is not None:
-                row = Decision.about(
-                    eqn,
-                    self.scopes + scopes_of(eqn),
-                    primitive="attention",
-                    rule=str(Rule.ORIGINAL),
-                    reason=found,
-                    flops=0,
-                )
-                self.amp.decisions.append(row)
-            return None
+            return self.tell(eqn, found)
         return found
+
+    def tell(self, eqn: Equation, reason: str) -> None:
+        """Tells the report why attention is kept."""
+        if self.amp.decisions is not None:
+            row = Decision.about(
+                eqn,
+                self.scopes + scopes_of(eqn),
+                primitive="attention",
+                rule=str(Rule.ORIGINAL),
+                reason=reason,
+                flops=0,
+            )
+            self.amp.decisions.append(row)
 
     def _call_of(self, match: Match) -> _Call | str:
         """Returns how recognised attention runs in one kernel, or the reason against it."""
-        operands = [match.query, match.key, match.value]
         # A matmul multiplies f32 in the compute dtype.
         dtypes = {
-            self.amp.dtype if is_eligible(x.aval) else x.aval.dtype for x in operands
+            self.amp.dtype if is_eligible(x.aval) else x.aval.dtype
+            for x in match.operands
         }
         against = self._reason_to_keep(match)
         if against is None and not (len(dtypes) == 1 and dtypes <= {*LOW_DTYPES}):
             against = f"operands in {' and '.join(sorted(map(str, dtypes)))}"
-        if against is None and not self.softmaxes.is_private(match.probs, match.eqn):
-            against = (
-                "the weights or scores are used elsewhere, perhaps by a gradient inside"
-            )
         (_, rows, *_), (_, keys, *_), _ = match.shapes
         against = against or kernel.reason_not_paying(cuda_capability(), rows, keys)
         masks = masks_of(match) if against is None else against
         if isinstance(masks, str):
             return masks
+        zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
+        extras = jax.eval_shape(lambda: masks.arrays(match, zeros))
         spec = kernel.Attention(
-            match.scores.scale, masks.is_causal, masks.window, masks.extras
+            match.scores.scale, masks.is_causal, masks.window, tuple(extras)
         )
         (dtype,) = dtypes
-        if masks.extras == ("bias", "mask"):
-            zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
-            arrays = jax.eval_shape(lambda: arrays_of(match, masks, zeros))
-            shapes = arrays["bias"].shape, arrays["mask"].shape
-            against = kernel.reason_by_shapes(*shapes)
-        padded = kernel.padded_call(match.shapes, spec, dtype)
-        against = against or kernel.reason_against(*padded)
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
+        against = kernel.reason_against(spec, arrays, extras)
         return against or _Call(match, masks, spec, dtype)
 
     def _reason_to_keep(self, match: Match) -> str | None:
         """Returns which rule or precision asks for the operations as they are written."""
         amp, dot = self.amp, match.scores.dot
-        for term in self.softmaxes.history(match.probs).values():
+        for term in self.softmaxes.history(match.probs):
             region = amp.region_rule(term.eqn, _scopes_inside(term, self.scopes))
             rule, reason = region or amp.rule(term.name, term.eqn.params, ())
             if callable(rule) and not isinstance(rule, Rule):
@@ -204,7 +211,7 @@ class _Search:
             if region is not None and rule == Rule.ORIGINAL:
                 return reason
         last = Term(self.softmaxes.level, match.eqn.outvars[0], match.eqn)
-        for term, operands in ((dot, dot.operands), (last, [match.value])):
+        for term, operands in ((dot, dot.operands), (last, match.operands[2:])):
             facts = [self._fact_of(x) for x in operands]
             region = amp.region_rule(term.eqn, _scopes_inside(term, self.scopes))
             rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
@@ -241,7 +248,7 @@ def _replacement(level: Level, call: _Call) -> Replacement:
     they are read, by the visitor.
     """
     atoms: dict[Any, None] = {}
-    waiting, seen = [*call.operands, *call.masks.terms], set()
+    waiting, seen = [*call.match.operands, *call.masks.terms], set()
     while waiting:
         term = waiting.pop()
         if id(term) in seen or isinstance(term.atom, Literal):

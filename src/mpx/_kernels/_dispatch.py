@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -31,23 +31,15 @@ _BATCH, _BATCH_SIZE = 8, 2**23  # leaves of a launch; larger ones have one of th
 
 
 class Job(NamedTuple):
-    """One step of one parameter.
+    """One step of one parameter."""
 
-    Attributes:
-        name: The path of the parameter.
-        body: The step.
-        scalars: The f32 numbers that `body` needs, in one array.
-        grad: The gradient; `None` while it is not known.
-        leaf: The parameter and its state: any pytree with an attribute `param`.
-        layer: If the gradient is that of one layer of the leaf, along its first axis: the
-            index of this layer, int32; the others stay as they are. `None` means all.
-    """
-
-    name: str
-    body: Body
-    scalars: Array
-    grad: PyTree
-    leaf: PyTree
+    name: str  # The path of the parameter
+    body: Body  # The step
+    scalars: Array  # The f32 numbers that `body` needs
+    grad: PyTree  # The gradient; `None` while it is not known
+    leaf: PyTree  # The parameter and its state: any pytree with an attribute `param`
+    # If the gradient is that of one layer of the leaf, along its first axis: the index of
+    # this layer, int32; the others stay as they are
     layer: Array | None = None
 
     @property
@@ -75,40 +67,28 @@ def run(
     If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
     where it is faster.
     """
-    new: list[PyTree] = [None] * len(jobs)
-    for indices in _batches(jobs, backend):
-        batched = [jobs[index] for index in indices]
-        job = batched[0]
-        batch = _Batch(
-            [job.scalars for job in batched],
-            [job.grad for job in batched],
-            [job.leaf for job in batched],
-            finite,
-            job.layer,
-        )
-        if _takes_kernel(job, backend):
-            results = _launch(batch, body=job.body)
-        else:
-            results = _plain(batch, body=job.body)
-        for index, leaf in zip(indices, results, strict=True):
-            new[index] = leaf
-    return new
-
-
-def _batches(jobs: Sequence[Job], backend: Backend) -> Iterator[list[int]]:
-    """Yields the indices of jobs that share a launch: small ones of equal types."""
+    # Small jobs of equal types share a launch of the kernel.
     alike: dict[object, list[int]] = {}
+    in_kernel = [_takes_kernel(job, backend) for job in jobs]
     for index, job in enumerate(jobs):
-        alone = job.size > _BATCH_SIZE or job.layer is not None
         types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
         leaves, treedef = jax.tree.flatten(types)
-        key = (job.body, treedef, *leaves)
-        if alone or not _takes_kernel(job, backend):
-            key = index
+        is_alone = job.size > _BATCH_SIZE or job.layer is not None
+        key = (
+            index if is_alone or not in_kernel[index] else (job.body, treedef, *leaves)
+        )
         alike.setdefault(key, []).append(index)
-    for indices in alike.values():
-        for start in range(0, len(indices), _BATCH):
-            yield indices[start : start + _BATCH]
+    new: list[PyTree] = [None] * len(jobs)
+    for all_indices in alike.values():
+        for start in range(0, len(all_indices), _BATCH):
+            indices = all_indices[start : start + _BATCH]
+            rows = [(jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices]
+            scalars, grads, leaves = map(list, zip(*rows, strict=True))
+            job, step = jobs[indices[0]], _launch if in_kernel[indices[0]] else _plain
+            batch = _Batch(scalars, grads, leaves, finite, job.layer)
+            for index, leaf in zip(indices, step(batch, body=job.body), strict=True):
+                new[index] = leaf
+    return new
 
 
 def _takes_kernel(job: Job, backend: Backend) -> bool:
@@ -148,24 +128,17 @@ def _plain_leaf(
     return _with_layer(leaf, layer, step(_layer_of(leaf, layer)))
 
 
+# The axis of the layers is the first, or follows the planes.
 def _layer_of(leaf: PyTree, layer: Array) -> PyTree:
-    first = (
-        leaf.param.ndim
-    )  # the axis of the layers is the first, or follows the planes
-
-    def read(x: Array) -> Array:
-        return lax.dynamic_index_in_dim(x, layer, x.ndim - first, keepdims=False)
-
-    return jax.tree.map(read, leaf)
+    rank = leaf.param.ndim
+    read = lax.dynamic_index_in_dim
+    return jax.tree.map(lambda x: read(x, layer, x.ndim - rank, keepdims=False), leaf)
 
 
 def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
-    first = leaf.param.ndim
-
-    def write(x: Array, y: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(x, y, layer, x.ndim - first)
-
-    return jax.tree.map(write, leaf, new)
+    rank = leaf.param.ndim
+    write = lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda x, y: write(x, y, layer, x.ndim - rank), leaf, new)
 
 
 @functools.partial(jax.jit, static_argnames="body")
@@ -203,9 +176,9 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         [jnp.append(flag.astype(row.dtype), row) for row in batch.scalars]
     )
     launch = functools.partial(_triton.launch, body, block=_BLOCK)
-    ahead = None
-    if batch.layer is not None:
-        ahead = lax.iota(jnp.int32, len(batch.leaves[0].param)) - batch.layer
+    # The distance of each layer from the one that is stepped, if only one is.
+    param, layer = batch.leaves[0].param, batch.layer
+    ahead = None if layer is None else lax.iota(jnp.int32, len(param)) - layer
 
     def local(
         numbers: Array,
@@ -229,8 +202,11 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
     def whole(
         numbers: Array, grads: Sequence[Array], leaves: Sequence[PyTree]
     ) -> list[PyTree]:
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for index, leaf in enumerate(leaves):  # shards of equal arrays may differ
+            alike.setdefault(leaf.param.shape, []).append(index)
         new: list[PyTree] = [None] * len(leaves)
-        for indices in _equal_shapes(leaves):
+        for indices in alike.values():
             rows = numbers
             if len(indices) < len(leaves):
                 rows = jnp.stack([numbers[index] for index in indices])
@@ -244,57 +220,32 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
                 new[index] = leaf
         return new
 
-    return _step_shards(
-        local,
-        (numbers, ahead, list(batch.grads), list(batch.leaves)),
-        group_size=body.group_size,
-    )
-
-
-def _equal_shapes(leaves: Sequence[PyTree]) -> list[list[int]]:
-    """Groups leaves by shape: shards of arrays of one shape may differ."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        alike.setdefault(leaf.param.shape, []).append(index)
-    return list(alike.values())
-
-
-def _step_shards(
-    local: Callable[..., list[PyTree]], arrays: tuple[PyTree, ...], *, group_size: int
-) -> list[PyTree]:
-    """Calls `local(scalars, ahead, grads, leaves)` on each device with its shards.
-
-    If `ahead` is given, only one layer of the single leaf is stepped: `ahead` holds the
-    distance of each layer from that one.
-    """
-    _, ahead, _, leaves = arrays
-
-    def layout(_: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree) -> PyTree:
-        params = [
-            uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
-        ]
-        results = [
-            _shardings(sharding, leaf)
-            for sharding, leaf in zip(params, leaves, strict=True)
-        ]
-        everywhere, layers = replicated(params[0]), None
-        if ahead is not None:
-            ((mesh, spec),) = [(sharding.mesh, sharding.spec) for sharding in params]
-            layers = NamedSharding(mesh, PartitionSpec(*spec[:1]))
-            params = [NamedSharding(mesh, PartitionSpec(*spec[1:]))]
-        return (everywhere, layers, params, results), results
-
-    rule, planes = _rule(leaves, group_size, by_layer=ahead is not None)
-    sizes = {"group": group_size} if group_size else {}
+    rule, planes = _rule(batch.leaves, body.group_size, by_layer=ahead is not None)
     return over_shards(
         local,
-        arrays,
-        like=leaves[0].param,
-        layout=layout,
+        (numbers, ahead, list(batch.grads), list(batch.leaves)),
+        like=param,
+        layout=functools.partial(_layout, body.group_size),
         rule=rule,
         whole=("rows", "numbers", *planes),
-        **sizes,
+        **({"group": body.group_size} if body.group_size else {}),
     )
+
+
+def _layout(
+    group_size: int, _: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree
+) -> PyTree:
+    """Returns the shardings of what `local` of `_kernel` takes and returns."""
+    params = [
+        uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
+    ]
+    results = [_shardings(*pair) for pair in zip(params, leaves, strict=True)]
+    everywhere, layers = replicated(params[0]), None
+    if ahead is not None:
+        ((mesh, spec),) = [(sharding.mesh, sharding.spec) for sharding in params]
+        layers = NamedSharding(mesh, PartitionSpec(*spec[:1]))
+        params = [NamedSharding(mesh, PartitionSpec(*spec[1:]))]
+    return (everywhere, layers, params, results), results
 
 
 def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
@@ -308,12 +259,10 @@ def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
 def _rule(
     leaves: Sequence[PyTree], group_size: int, *, by_layer: bool
 ) -> tuple[str, set[str]]:
-    """Returns which axes of the arrays belong together, in the notation of Shardy.
+    """Returns which axes belong together, as Shardy writes it, and the axes of planes.
 
     A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
     planes before. By layer, the gradient lacks the first axis, which `ahead` has.
-
-    It comes with the names of the axes of planes.
     """
     planes: set[str] = set()
 
@@ -323,9 +272,8 @@ def _rule(
         if group_size and x.shape[x.ndim - param.ndim :] == param.shape:
             axes[-1] = f"({axes[-1]} group)"
         if x.ndim > param.ndim:
-            # A size has one name.
-            planes.add(f"planes{len(x)}")
-            axes.insert(0, f"planes{len(x)}")
+            axes.insert(0, f"planes{len(x)}")  # a size has one name
+            planes.add(axes[0])
         return " ".join(axes[first:])
 
     ahead = ["leaf0axis0"] if by_layer else []

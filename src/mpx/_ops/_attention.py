@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
@@ -34,8 +33,9 @@ from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops._primitives import (
     define,
-    differentiated,
     function_of,
+    linearise,
+    mapped_alike,
     varying_alike,
     zero_tangent,
 )
@@ -45,7 +45,6 @@ from mpx._program._queries import ATTENTION, contains
 F32 = jnp.dtype(jnp.float32)
 Aval = Any
 """The type of a value: shape, dtype, sharding."""
-Shape = tuple[int, ...]
 _jax = private("attention")
 
 
@@ -59,17 +58,11 @@ class Attention(NamedTuple):
     # The further operands: of `bias`, `mask` and `kv_seqlen`, in this order, those that
     # there are
     extras: tuple[str, ...]
-    bias_grad: bool = True  # Whether a bias gets a gradient
 
     @property
-    def operands(self) -> int:
-        """The number of operands."""
-        return 3 + len(self.extras)
-
-    @property
-    def free(self) -> int:
-        """The number of leading operands that are differentiable."""
-        return 4 if "bias" in self.extras and self.bias_grad else 3
+    def free(self) -> tuple[int, ...]:
+        """The operands that are differentiable."""
+        return (0, 1, 2, 3) if "bias" in self.extras else (0, 1, 2)
 
 
 # --- The operation in plain JAX -------------------------------------------------------
@@ -77,17 +70,12 @@ class Attention(NamedTuple):
 
 def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
-    query, key, value = (convert_dtype(x, F32) for x in operands[:3])
-    given = (query, key, value, *operands[3:])
+    given = [*(convert_dtype(x, F32) for x in operands[:3]), *operands[3:]]
     out, logsumexp = _by_jax(given, spec, implementation="xla", return_residual=True)
     return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
 
 
-def _by_jax(
-    operands: Sequence[Array],
-    spec: Attention,
-    **options: PyTree,
-) -> PyTree:
+def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> PyTree:
     query, key, value, *rest = operands
     extras = dict(zip(spec.extras, rest, strict=True))
     return jax.nn.dot_product_attention(
@@ -104,9 +92,11 @@ def _by_jax(
     )
 
 
-def plain_backward(*operands: Array, spec: Attention) -> tuple[Array, ...]:
-    """Returns the gradients of `plain` with respect to q, k, v and the bias."""
-    call, chosen = _output(operands, spec, range(spec.free))
+def plain_backward(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> Sequence[Array]:
+    """Returns the gradients of `plain` with respect to some operands."""
+    call, chosen = _output(operands, spec, wrt)
     return jax.vjp(call, *chosen)[1](operands[-1])
 
 
@@ -121,7 +111,7 @@ def plain_tangent(
 def _output(
     operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
 ) -> tuple[Callable[..., Array], list[Array]]:
-    given = operands[: spec.operands]
+    given = operands[: 3 + len(spec.extras)]
     return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
 
 
@@ -129,48 +119,32 @@ def _output(
 
 
 def _vjp(
-    operands: Sequence[Array], spec: Attention
+    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
 ) -> tuple[Array, Callable[..., PyTree]]:
-    """Calls cuDNN; returns its result and the function for the backward pass."""
-    query, key = operands[:2]
-    given = dict(zip(spec.extras, operands[3:], strict=True))
-    mask = given.get("mask")
-    visible = _visible(spec, given, query.shape[1], key.shape[1])
+    """Calls cuDNN; returns its result and the function for the backward pass.
 
-    def whole(x: Array) -> Array:
-        # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a mask
-        # of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
-        return jnp.broadcast_to(x, (*x.shape[:2], query.shape[1], key.shape[1]))
+    In a causal row in which everything is masked the result is another mean than `plain`'s:
+    the caller replaces such rows.
+    """
 
-    def call(query: Array, key: Array, value: Array, *free: Array) -> Array:
-        extras = dict(given)
+    def call(query: Array, key: Array, value: Array, *more: Array) -> Array:
+        lengths = query.shape[1], key.shape[1]
+        extras = dict(zip(spec.extras, more, strict=True))
         if "bias" in extras:
-            bias = free[0] if free else extras["bias"]
-            query, bias = _fitting(query, bias, visible)
-            extras["bias"] = whole(bias)
-        if mask is not None:
-            extras["mask"] = whole(mask)
+            seen = [extras["mask"]] if "mask" in extras else []
+            seen += [causal(*lengths, spec.window)] if spec.is_causal else []
+            visible = functools.reduce(jnp.logical_and, seen) if seen else None
+            query, extras["bias"] = _fitting(query, extras["bias"], visible)
+        for name in [x for x in extras if x != "kv_seqlen"]:
+            # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
+            # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
+            shape = (*extras[name].shape[:2], *lengths)
+            extras[name] = jnp.broadcast_to(extras[name], shape)
         low = (query, key, value, *extras.values())
-        out = _by_jax(low, spec, implementation="cudnn")
-        if mask is None or visible is None or visible is mask:
-            return out
-        # The kernel's mean would be that of the keys up to the position of the query.
-        seen = jnp.any(visible, axis=-1).swapaxes(1, 2)[..., None]
-        mean = jnp.mean(value, axis=1, keepdims=True, dtype=jnp.float32)
-        mean = jnp.repeat(mean, out.shape[2] // value.shape[2], axis=2)
-        return jnp.where(seen, out, convert_dtype(mean, out.dtype))
+        return _by_jax(low, spec, implementation="cudnn")
 
-    return jax.vjp(call, *operands[: spec.free])
-
-
-def _visible(
-    spec: Attention, extras: dict[str, Array], rows: int, keys: int
-) -> Array | None:
-    """Returns which keys a query may see; `None` if all."""
-    parts = [extras["mask"]] if "mask" in extras else []
-    if spec.is_causal:
-        parts.append(causal(rows, keys, spec.window))
-    return functools.reduce(jnp.logical_and, parts) if parts else None
+    func, chosen = function_of(call, operands, wrt)
+    return jax.vjp(func, *chosen)
 
 
 def causal(rows: int, keys: int, window: tuple[int, int] | None) -> Array:
@@ -214,36 +188,42 @@ _ABSORBING = 1e8
 _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
-def cudnn_forward(operands: Sequence[Array], spec: Attention) -> tuple[Array, Array]:
+def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs cuDNN attention; returns its result and what its kernel saves."""
-    jaxpr = jax.make_jaxpr(lambda *operands: _vjp(operands, spec)[0])
-    outs, saved = _with_kernel(jaxpr(*_types(operands)), operands, None)
-    return outs[0], saved[1]
+    (out,), saved = _with_kernel(lambda *x: _vjp(x, spec, spec.free)[0], operands, None)
+    return out, saved[1][..., None]
 
 
-def cudnn_backward(
-    operands: Sequence[Array], kept: Sequence[Array], cotangent: Array, spec: Attention
-) -> list[Array]:
+def _cudnn_backward(
+    *operands: Array, spec: Attention, wrt: tuple[int, ...]
+) -> Sequence[Array]:
     """Returns the gradients of cuDNN attention without running it again."""
-    jaxpr = jax.make_jaxpr(lambda ct, *operands: _vjp(operands, spec)[1](ct))
-    args = [cotangent, *operands]
-    return _with_kernel(jaxpr(*_types(args)), args, kept)[0]
+    *given, out, saved, cotangent = operands
+    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
+    by_kernel = 3 in wrt and given[3].shape[0] == 1
+    inside = (0, 1, 2, 3) if by_kernel else (0, 1, 2)
 
+    def backward(cotangent: Array, *given: Array) -> PyTree:
+        return _vjp(given, spec, inside)[1](cotangent)
 
-def _types(operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
-    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    kept = (out, saved[..., 0])
+    grads, _ = _with_kernel(backward, (cotangent, *given), kept)
+    if 3 in wrt and not by_kernel:
+        grads += plain_backward(*operands, spec=spec, wrt=(3,))
+    return [grads[i] for i in wrt]
 
 
 def _with_kernel(
-    jaxpr: Any, args: Sequence[Array], kept: Sequence[Array] | None
+    func: Callable[..., PyTree], args: Sequence[Array], kept: Sequence[Array] | None
 ) -> tuple[list[PyTree], list[PyTree]]:
-    """Evaluates a jaxpr; returns its results and those of the forward kernel.
+    """Calls a function; returns its results and those of the forward kernel inside.
 
     If the results of that are known, they are `kept`, and it is not run.
     """
     visitor = _Kernel(kept=kept)
-    body, consts = open_jaxpr(jaxpr)
+    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    body, consts = open_jaxpr(jax.make_jaxpr(func)(*types))
     outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
     if len(visitor.saved) != 2:
         raise NotImplementedError(_OTHER_WAY)
@@ -264,45 +244,48 @@ class _Kernel(Visitor):
 
 
 _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
+Types = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def reason_against(
-    spec: Attention, avals: tuple[jax.ShapeDtypeStruct, ...]
+    spec: Attention, arrays: Sequence[jax.ShapeDtypeStruct], extras: Types
 ) -> str | None:
-    """Returns why cuDNN cannot run a call on operands of these types, if it cannot."""
-    if "bias" in spec.extras and avals[0].dtype == jnp.float16:
-        return "a bias may exceed the range of f16"
-    if spec.window is not None and "kv_seqlen" in spec.extras:
-        return "a window together with sequence lengths"
-    return _reason_by_jax(spec, avals, cuda_capability())
+    """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
 
-
-def reason_by_shapes(bias: Shape, mask: Shape) -> str | None:
-    """Returns why cuDNN cannot run a bias with a mask of these shapes, if it cannot.
-
-    It takes one array for both, which has more than 16 bits of precision only relative to
-    the largest number that is not masked, and a gradient only if all examples share it.
+    It takes one array for a bias and a mask, which has more than 16 bits of precision only
+    relative to the largest number that is not masked, and a gradient only if all examples
+    share it.
     """
-    if all(n >= m for n, m in zip(bias[:2], mask[:2], strict=True)):
-        return None
-    return "a bias is shared by what a mask tells apart"
+    if len(extras) == 2:
+        pairs = zip(extras["bias"].shape[:2], extras["mask"].shape[:2], strict=True)
+        if any(bias < mask for bias, mask in pairs):
+            return "a bias is shared by what a mask tells apart"
+    if "bias" in extras and arrays[0].dtype == jnp.float16:
+        return "a bias may exceed the range of f16"
+    return _reason_by_jax(spec, tuple(arrays), cuda_capability())
 
 
 @functools.lru_cache(maxsize=256)
 def _reason_by_jax(
     spec: Attention,
-    avals: tuple[jax.ShapeDtypeStruct, ...],
+    arrays: tuple[jax.ShapeDtypeStruct, ...],
     capability: tuple[int, ...] | None,
 ) -> str | None:
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
     del capability  # part of the cache key
+    full = (1, 1, arrays[0].shape[1], arrays[1].shape[1])
+    dtypes = {"bias": F32, "mask": jnp.bool_}
+    extras = {x: jax.ShapeDtypeStruct(full, dtypes[x]) for x in spec.extras}
 
-    def forward_and_backward(*operands: Array) -> PyTree:
-        out, backward = _vjp(operands, spec)
+    def forward_and_backward(
+        arrays: Sequence[Array], extras: Mapping[str, Array]
+    ) -> PyTree:
+        operands, padded = _padded(arrays, extras, spec)
+        out, backward = _vjp(operands, padded, spec.free)
         return backward(out)
 
     try:
-        jaxpr = jax.make_jaxpr(forward_and_backward)(*avals)
+        jaxpr = jax.make_jaxpr(forward_and_backward)(arrays, extras)
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return f"cuDNN: {error}"
     if contains(jaxpr, (CUDNN_KERNEL,)):
@@ -330,22 +313,6 @@ def reason_not_paying(
     return None
 
 
-def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
-    out, saved = cudnn_forward(operands, spec)
-    return out, saved[..., None]
-
-
-def _cudnn_backward(*operands: Array, spec: Attention) -> Sequence[Array]:
-    *given, out, saved, cotangent = operands
-    kept = out, saved[..., 0]
-    if spec.free == 3 or given[3].shape[0] == 1:
-        return cudnn_backward(given, kept, cotangent, spec)
-    # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
-    others = spec._replace(bias_grad=False)
-    grads = cudnn_backward(given, kept, cotangent, others)
-    return [*grads, plain_backward(*operands, spec=spec)[3]]
-
-
 # --- Primitives -----------------------------------------------------------------------
 
 
@@ -360,7 +327,7 @@ def _attention_jvp(
     primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
 ) -> tuple[list[PyTree], list[PyTree]]:
     out, logsumexp = attention_p.bind(*primals, spec=spec)
-    wrt = tuple(i for i in range(spec.free) if type(tangents[i]) is not _jax.Zero)
+    wrt = tuple(i for i in spec.free if type(tangents[i]) is not _jax.Zero)
     tangent = zero_tangent(_jax, out)
     if wrt:
         chosen = [tangents[i] for i in wrt]
@@ -371,21 +338,6 @@ def _attention_jvp(
     return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
 
 
-def _tangent_transpose(
-    cotangents: Sequence[PyTree],
-    *operands: PyTree,
-    spec: Attention,
-    wrt: tuple[int, ...],
-) -> list[PyTree]:
-    known, grads = operands[: -len(wrt)], [None] * len(wrt)
-    if type(cotangents[0]) is not _jax.Zero:
-        found = attention_backward_p.bind(
-            *known, cotangents[0], spec=spec._replace(bias_grad=3 in wrt)
-        )
-        grads = [found[i] for i in wrt]
-    return [*[None] * len(known), *grads]
-
-
 def _batched(
     primitive: Primitive,
     operands: Sequence[PyTree],
@@ -394,16 +346,11 @@ def _batched(
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
-    size = next(
-        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
-    )
-    full = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
-    batch = full[0].shape[1]
+    full = mapped_alike(operands, dims)
+    size, batch = full[0].shape[:2]
     shared = [i for i, name in enumerate(spec.extras, start=3) if name != "kv_seqlen"]
-    if 3 in params.get("wrt", ()):
+    has_bias = 3 in params.get("wrt", ())
+    if has_bias and primitive is attention_tangent_p:
         shared.append(len(operands) - 1)  # the tangent of the bias
     forward = primitive is attention_p
 
@@ -416,15 +363,18 @@ def _batched(
 
     outs = primitive.bind(*(fold(i, x) for i, x in enumerate(full)), **params)
     outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
-    if primitive is attention_backward_p and len(outs) == 4 and full[3].shape[1] == 1:
-        outs[3] = jnp.sum(outs[3], axis=1, keepdims=True)
+    if has_bias and primitive is attention_backward_p and full[3].shape[1] == 1:
+        outs[-1] = jnp.sum(outs[-1], axis=1, keepdims=True)  # that of the bias
     return outs, [0] * len(outs)
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
 attention_p = define(_jax, _FORWARD, _attention_types, plain)
 attention_backward_p = define(
-    _jax, _BACKWARD, lambda *operands, spec: operands[: spec.free], plain_backward
+    _jax,
+    _BACKWARD,
+    lambda *operands, spec, wrt: [operands[i] for i in wrt],
+    plain_backward,
 )
 attention_tangent_p = define(
     _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
@@ -440,91 +390,52 @@ for _primitive, _fast in (
     _lowering = _jax.lower_fun(_fast, multiple_results=True)
     _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
-_jax.primitive_jvps[attention_backward_p] = differentiated(_jax, plain_backward)
-_jax.primitive_jvps[attention_tangent_p] = differentiated(_jax, plain_tangent)
-_jax.primitive_transposes[attention_tangent_p] = _tangent_transpose
+linearise(
+    _jax, attention_tangent_p, attention_backward_p, [plain_tangent, plain_backward]
+)
 
 
 _MASKED = -1e30
 
 
-class Fit(NamedTuple):
-    """How operands are padded: the numbers of queries, keys and numbers of a head after it.
-
-    With `lengths`, the kernel is told the number of keys before padding.
-    """
-
-    rows: int
-    keys: int
-    head: int
-    lengths: bool
-
-    @classmethod
-    def of(cls, query: Shape, value: Shape, spec: Attention) -> "Fit":
-        """Returns the padding of operands of these shapes."""
-        rows, keys = query[1], value[1]
-        odd = bool(keys % 2)
-        # Causal queries see no later keys, and a bias or mask is padded itself.
-        hidden = bool(spec.extras) or (spec.is_causal and rows <= keys)
-        head = max(query[-1], value[-1])
-        return cls(
-            rows + rows % 2, keys + odd, -(-head // 8) * 8, lengths=odd and not hidden
-        )
-
-    def spec(self, spec: Attention) -> Attention:
-        """Returns the call on padded operands."""
-        if not self.lengths:
-            return spec
-        return spec._replace(extras=(*spec.extras, "kv_seqlen"))
-
-
-def padded_call(
-    shapes: list[Shape], spec: Attention, dtype: np.dtype
-) -> tuple[Attention, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the call on padded operands, and their types."""
-    query, _, value = shapes
-    fit = Fit.of(query, value, spec)
-    spec = fit.spec(spec)
-    lengths = fit.rows, fit.keys, fit.keys
-    types = [
-        jax.ShapeDtypeStruct((x[0], length, x[2], fit.head), dtype)
-        for x, length in zip(shapes, lengths, strict=True)
-    ]
-    full = (1, 1, fit.rows, fit.keys)
-    kinds = {
-        "bias": jax.ShapeDtypeStruct(full, jnp.float32),
-        "mask": jax.ShapeDtypeStruct(full, jnp.bool_),
-        "kv_seqlen": jax.ShapeDtypeStruct(query[:1], jnp.int32),
-    }
-    return spec, (*types, *(kinds[name] for name in spec.extras))
-
-
-def fitted_attention(
+def attention(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> Array:
-    """Runs attention on operands that are padded where the kernel needs it."""
+    """Runs attention on queries, keys, values and the arrays that `spec.extras` names."""
+    operands, padded = _padded(arrays, extras, spec)
+    out, _ = attention_p.bind(*varying_alike(operands), spec=padded)
+    return out[:, : arrays[0].shape[1], :, : arrays[2].shape[-1]]
+
+
+def _padded(
+    arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
+) -> tuple[list[Array], Attention]:
+    """Returns operands that are padded where the kernel needs it, and the call on them."""
     query, key, value = arrays
-    rows, keys, size = query.shape[1], key.shape[1], value.shape[-1]
-    fit = Fit.of(query.shape, value.shape, spec)
-    query = _padded(query, {1: fit.rows, 3: fit.head})
-    key, value = (_padded(x, {1: fit.keys, 3: fit.head}) for x in (key, value))
-    more = []
+    rows, keys = query.shape[1], key.shape[1]
+    more_rows, more_keys = rows % 2, keys % 2
+    size = max(query.shape[-1], value.shape[-1])
+    size += -size % 8
+    operands = [
+        _filled_up(x, {1: more, 3: size - x.shape[-1]})
+        for x, more in ((query, more_rows), (key, more_keys), (value, more_keys))
+    ]
     for name in spec.extras:
         x, fill = extras[name], _MASKED if name == "bias" else False
-        if name == spec.extras[0] and fit.keys != keys and x.shape[3] == 1:
+        if name == spec.extras[0] and more_keys and x.shape[3] == 1:
             x = jnp.broadcast_to(x, (*x.shape[:3], keys))  # it hides the new keys
-        x = _padded(x, {3: fit.keys} if x.shape[3] == keys else {}, fill)
-        more.append(_padded(x, {2: fit.rows} if x.shape[2] == rows else {}))
-    if fit.lengths:
-        more.append(jnp.full(query.shape[:1], keys, jnp.int32))
-    operands = varying_alike([query, key, value, *more])
-    out, _ = attention_p.bind(*operands, spec=fit.spec(spec))
-    return out[:, :rows, :, :size]
+        x = _filled_up(x, {3: more_keys * (x.shape[3] == keys)}, fill)
+        operands.append(_filled_up(x, {2: more_rows * (x.shape[2] == rows)}))
+    # Causal queries see no later keys, and a bias or mask is padded itself.
+    if more_keys and not spec.extras and not (spec.is_causal and rows <= keys):
+        operands.append(jnp.full(query.shape[:1], keys, jnp.int32))
+        spec = spec._replace(extras=("kv_seqlen",))
+    return operands, spec
 
 
-def _padded(x: Array, sizes: dict[int, int], fill: float = 0.0) -> Array:
-    """Returns an array that is filled up to some sizes."""
-    missing = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
-    if not any(n for _, n in missing):
+def _filled_up(x: Array, more: dict[int, int], fill: float = 0.0) -> Array:
+    """Returns an array with more elements along some axes."""
+    if not any(more.values()):
         return x
-    return jnp.pad(x, missing, constant_values=fill)
+    sizes = [(0, more.get(i, 0)) for i in range(x.ndim)]
+    return jnp.pad(x, sizes, constant_values=fill)

@@ -63,21 +63,53 @@ def function_of(
     return call, [operands[i] for i in wrt]
 
 
-def differentiated(names: Names, func: Run) -> Run:
-    """Returns the derivative of an operation that is itself a derivative.
+def linearise(
+    names: Names, tangent: Primitive, backward: Primitive, runs: Sequence[Run]
+) -> None:
+    """Defines the derivatives of the derivatives of an operation.
 
-    What was saved for it depends on the operands alone, as the operation itself does.
+    `tangent` takes operands, what was saved, and the tangents of the operands `wrt`;
+    `backward`, its transpose, takes the cotangents of the results instead. What was saved
+    depends on the operands alone: `runs` compute both from these.
     """
 
-    def rule(
-        primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
-    ) -> tuple[PyTree, PyTree]:
-        free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
-        run = lambda *full: list(func(*full, **params))  # noqa: E731
-        call, chosen = function_of(run, primals, free)
-        return jax.jvp(call, chosen, [tangents[i] for i in free])
+    def transpose(
+        cotangents: Sequence[PyTree],
+        *given: PyTree,
+        wrt: tuple[int, ...],
+        **params: object,
+    ) -> list[PyTree]:
+        known = given[: -len(wrt)]
+        grads: Sequence[PyTree] = [None] * len(wrt)
+        if not all(type(x) is names.Zero for x in cotangents):
+            full = [names.instantiate_zeros(x) for x in cotangents]
+            grads = backward.bind(*known, *full, wrt=wrt, **params)
+        return [*[None] * len(known), *grads]
 
-    return rule
+    def differentiated(func: Run) -> Run:
+        def rule(
+            primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
+        ) -> tuple[PyTree, PyTree]:
+            free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
+            run = lambda *full: list(func(*full, **params))  # noqa: E731
+            call, chosen = function_of(run, primals, free)
+            return jax.jvp(call, chosen, [tangents[i] for i in free])
+
+        return rule
+
+    for primitive, run in zip((tangent, backward), runs, strict=True):
+        names.primitive_jvps[primitive] = differentiated(run)
+    names.primitive_transposes[tangent] = transpose
+
+
+def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    """Returns operands that are all mapped along their first axis, of which one is mapped."""
+    pairs = list(zip(operands, dims, strict=True))
+    size = next(x.shape[d] for x, d in pairs if d is not None)
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in pairs
+    ]
 
 
 def run_each(
@@ -87,17 +119,12 @@ def run_each(
     **params: object,
 ) -> PyTree:
     """Maps an operation by running it once for each element, along the first axis."""
-    mapped = [
-        jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-        if d is not None
-    ]
+    pairs = list(zip(operands, dims, strict=True))
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
 
     def each(slices: list[Array]) -> PyTree:
         given = iter(slices)
-        args = [
-            x if d is None else next(given) for x, d in zip(operands, dims, strict=True)
-        ]
+        args = [x if d is None else next(given) for x, d in pairs]
         return primitive.bind(*args, **params)
 
     return lax.map(each, mapped)

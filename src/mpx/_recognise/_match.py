@@ -1,15 +1,42 @@
-"""Recognising attention: the product of a softmax over keys with values."""
+"""Recognising attention: the product of a softmax over keys with values.
 
+A mask that depends on no argument is computed while tracing and may be causal, a window, or no
+mask at all. Rows in which everything is masked are the same as in the function as written:
+all their probabilities are one number, `Meaning.empty`.
+"""
+
+import dataclasses
+import functools
 import math
-from typing import Literal, NamedTuple
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
+from mpx._ops._attention import causal
 from mpx._program._queries import Equation
-from mpx._recognise._softmax import Label, Meaning, Scores, Side, Softmaxes
-from mpx._recognise._terms import Term
+from mpx._recognise._softmax import (
+    MASKED,
+    SUMMED,
+    Label,
+    Labels,
+    Meaning,
+    Scores,
+    Side,
+    Softmaxes,
+    before_broadcast,
+    operand_labels,
+    product_labels,
+)
+from mpx._recognise._terms import RULES, SAME, Term
+
+_WIDTH: Label = ("width", 0)
+_BIASES = 1e8
+"""No bias is taken to be larger than this: masked scores must be lower."""
+_MOST_SEARCHED = 60
 
 
 class Axes(NamedTuple):
@@ -27,14 +54,13 @@ class Match(NamedTuple):
     """Attention that was found in a program."""
 
     eqn: Equation  # The equation that multiplies with the values
-    # The operands of the matmuls
-    query: Term
-    key: Term
-    value: Term
+    operands: list[Term]  # Queries, keys and values
+    labels: list[Labels]  # Those of the axes of the operands
+    result: Labels  # Those of the axes of the result
     probs: Term  # The softmax
-    position: int  # Which operand of the equation it is
     meaning: Meaning
     axes: Axes  # The labels of its axes
+    sizes: dict[Label, int]  # The size of each label
 
     @property
     def scores(self) -> Scores:
@@ -43,168 +69,120 @@ class Match(NamedTuple):
 
     def size(self, *labels: Label) -> int:
         """Returns the product of the sizes of labels."""
-        return math.prod(self.scores.sizes[label] for label in labels)
+        return math.prod(self.sizes[label] for label in labels)
 
     @property
-    def shapes(self) -> list[tuple[int, int, int, int]]:
-        """The shapes of queries, keys and values: batch, length, heads, size."""
+    def _orders(self) -> list[Labels]:
+        """The labels of queries, keys, values and result: batch, length, heads, size."""
         batch, heads, groups, row, key = self.axes
-        n, s = self.size(*batch), self.size(key)
-        depth = self.query.shape[self._summed(self._sides[0])]
-        width = self.value.aval.size // (n * s * self.size(*heads))
+        many = (*heads, *groups)
         return [
-            (n, self.size(row), self.size(*heads, *groups), depth),
-            (n, s, self.size(*heads), depth),
-            (n, s, self.size(*heads), width),
+            (batch, (row,), many, (SUMMED,)),
+            (batch, (key,), heads, (SUMMED,)),
+            (batch, (key,), heads, (_WIDTH,)),
+            (batch, (row,), many, (_WIDTH,)),
         ]
-
-    # --- Layout -----------------------------------------------------------------------
 
     @property
-    def _sides(self) -> tuple[int, int]:
-        """Which operands of the first matmul are queries and keys."""
-        return (0, 1) if self.axes.key[0] == "rhs" else (1, 0)
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of queries, keys and values: batch, length, heads, size."""
+        return [tuple(self.size(*x) for x in order) for order in self._orders[:3]]
 
-    def _summed(self, side: int) -> int:
-        return self.scores.dot.params["dimension_numbers"][0][side][0]
-
-    def _axis(self, side: int, label: Label) -> int:
-        """Returns the axis of a query or key that has a label."""
-        kind, index = label
-        batch = self.scores.dot.params["dimension_numbers"][1]
-        return batch[side][index] if kind == "batch" else index
-
-    def laid_out(self, query: Array, key: Array, value: Array) -> list[Array]:
-        """Returns the operands with the axes batch, length, heads and size."""
-        batch, heads, groups, row, last = self.axes
-        first, second = self._sides
-        places = [
-            [self._axis(first, x) for x in (*batch, row, *heads, *groups)],
-            [self._axis(second, x) for x in (*batch, last, *heads)],
-            [self._value_axis(x) for x in (*batch, last, *heads)],
-        ]
-        ends = [self._summed(first), self._summed(second), self._value_free()]
-        arrays = (query, key, value)
-        return [
-            _ordered(x, [*axes, end]).reshape(shape)
-            for x, axes, end, shape in zip(
-                arrays, places, ends, self.shapes, strict=True
-            )
-        ]
-
-    def _product(self) -> tuple[int, list[list[int]], list[list[int]]]:
-        """Returns which operand the softmax is, and the summed and batch axes."""
-        first = self.position
-        summed, batch = self.eqn.params["dimension_numbers"]
-        order = slice(None) if first == 0 else slice(None, None, -1)
-        return first, list(map(list, summed))[order], list(map(list, batch))[order]
-
-    def _value_axis(self, label: Label) -> int:
-        _, (_, summed), (probs, values) = self._product()
-        if label == self.axes.key:
-            return summed[0]
-        pairs = zip(probs, values, strict=True)
-        return next(v for p, v in pairs if self.meaning.labels[p] == (label,))
-
-    def _value_free(self) -> int:
-        _, (_, summed), (_, batch) = self._product()
-        free = [i for i in range(len(self.value.shape)) if i not in (*summed, *batch)]
-        return max(free, key=lambda i: self.value.shape[i])
+    def laid_out(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns queries, keys and values with the axes batch, length, heads and size."""
+        rows = zip(arrays, self.labels, self._orders, strict=False)
+        return [jnp.asarray(self._arranged(*row)) for row in rows]
 
     def as_result(self, out: Array) -> Array:
         """Returns attention (batch, length, heads, size) in the layout of the equation."""
-        batch, heads, groups, row, _ = self.axes
-        have: list[Label | None] = [*batch, row, *heads, *groups, None]
-        sizes = [self.size(x) if x is not None else out.shape[-1] for x in have]
-        first, (summed, _), (shared, _) = self._product()
-        labels = self.meaning.labels
-        rest = [i for i in range(len(labels)) if i not in (*summed, *shared)]
-        free = [x for i in rest for x in labels[i]]
-        order = [x for i in shared for x in labels[i]]
-        order += [*free, None] if first == 0 else [None, *free]
-        out = jnp.transpose(out.reshape(sizes), [have.index(x) for x in order])
-        return out.reshape(self.eqn.outvars[0].aval.shape)
+        return jnp.asarray(self._arranged(out, self._orders[3], self.result))
 
     def side(self, side: Side, x: Array | np.ndarray) -> Array | np.ndarray:
         """Returns a bias or mask with the axes batch, heads, rows and keys."""
         batch, heads, groups, row, key = self.axes
-        sizes, labels = [], []
-        for size, here in zip(x.shape, side.labels, strict=True):
-            labels += here
-            sizes += [1 if size == 1 else self.size(label) for label in here]
-        x = x.reshape(sizes)
-        order = [batch, (*heads, *groups), (row,), (key,)]
-        x = x.transpose(
-            [labels.index(y) for group in order for y in group if y in labels]
+        return self._arranged(
+            x, side.labels, (batch, (*heads, *groups), (row,), (key,))
         )
-        found = dict(
-            zip([y for g in order for y in g if y in labels], x.shape, strict=True)
-        )
+
+    def _arranged(
+        self, x: Array | np.ndarray, labels: Labels, order: Labels
+    ) -> Array | np.ndarray:
+        """Splits, transposes and merges axes; a label that is missing has size 1."""
+        sizes: dict[Label, int] = {}
+        for size, here in zip(x.shape, labels, strict=True):
+            sizes |= {label: 1 if size == 1 else self.size(label) for label in here}
+        wanted = [label for group in order for label in group]
+        places, there = list(sizes), [label for label in wanted if label in sizes]
+        x = x.reshape(list(sizes.values()))
+        x = x.transpose([places.index(label) for label in there])
+        x = x.reshape([sizes.get(label, 1) for label in wanted])
         wide, shape = [], []
         for group in order:
-            varies = any(found.get(label, 1) != 1 for label in group)
-            wide += [self.size(y) if varies else 1 for y in group]
+            varies = any(sizes.get(label, 1) != 1 for label in group)
+            wide += [self.size(label) if varies else 1 for label in group]
             shape.append(self.size(*group) if varies else 1)
-        x = x.reshape([found.get(y, 1) for group in order for y in group])
         where = np if isinstance(x, np.ndarray) else jnp
         return where.broadcast_to(x, wide).reshape(shape)
 
 
-def _ordered(x: Array, axes: list[int]) -> Array:
-    """Transposes an array; axes that are not named have size 1 and come first."""
-    rest = [i for i in range(x.ndim) if i not in axes]
-    return jnp.transpose(x, [*rest, *axes])
-
-
 def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     """Returns the attention of which a matmul is the last operation, if it is one."""
-    terms = [softmaxes.level.term(atom) for atom in eqn.invars]
-    known = [softmaxes.meaning(term) for term in terms]
+    last = Term(softmaxes.level, eqn.outvars[0], eqn)
+    known = [softmaxes.meaning(term) for term in last.operands]
     which = [i for i, x in enumerate(known) if x is not None and x.kind == "probs"]
     if len(which) != 1:
         return None
-    (first,) = which
-    meaning = known[first]
+    (position,) = which
+    meaning, value = known[position], last.operands[1 - position]
     assert meaning is not None
-    if not meaning.is_bounded:
-        return None  # it may overflow where the kernel does not
     summed, batch = eqn.params["dimension_numbers"]
-    axes = _axes(meaning, summed[first], batch[first])
-    if axes is None:
+    axes = _axes(meaning, summed[position], batch[position])
+    # Without a bound it may overflow where the kernel does not.
+    if axes is None or not meaning.is_bounded:
         return None
-    value = terms[1 - first]
-    taken = {*summed[1 - first], *batch[1 - first]}
-    free = [n for i, n in enumerate(value.shape) if i not in taken and n != 1]
+    places = {summed[1 - position][0]: (axes.key,)}
+    for mine, other in zip(batch[position], batch[1 - position], strict=True):
+        places[other] = meaning.labels[mine]
+    free = [i for i, n in enumerate(value.shape) if i not in places and n != 1]
     if len(free) != 1:
         return None
-    operands = meaning.scores.dot.operands
-    query, key = operands if axes.key[0] == "rhs" else operands[::-1]
-    return Match(eqn, query, key, value, terms[first], first, meaning, axes)
+    places[free[0]] = (_WIDTH,)
+    labels = tuple(places.get(i, ()) for i in range(len(value.shape)))
+    pair = (meaning.labels, labels)
+    order = slice(None) if axes.key[0] == "rhs" else slice(None, None, -1)
+    dot = meaning.scores.dot
+    return Match(
+        eqn,
+        [*dot.operands[order], value],
+        [*operand_labels(dot)[order], labels],
+        product_labels(last, *(pair if position == 0 else pair[::-1])),
+        last.operands[position],
+        meaning,
+        axes,
+        {**meaning.scores.sizes, _WIDTH: value.shape[free[0]]},
+    )
 
 
-def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
+def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes | None:
     """Returns the roles of the labels, if a product over these axes is attention."""
     scores, labels = meaning.scores, meaning.labels
     keys = {label for axis in summed for label in labels[axis]}
     if len(summed) != 1 or len(keys) != 1 or keys != meaning.summed:
         return None
     (key,) = keys
-    if key[0] == "batch":
-        return None
-    side: Literal["lhs", "rhs"] = "lhs" if key[0] == "rhs" else "rhs"
-    if any(x[0] == key[0] and x != key for x in scores.sizes):
-        return None
+    side = {"lhs": "rhs", "rhs": "lhs"}.get(key[0])
     free = [x for x in scores.sizes if x[0] == side]
     shared = [x for x in scores.sizes if x[0] == "batch"]
+    others = [x for x in scores.sizes if x[0] == key[0] and x != key]
     given = [labels[axis] for axis in batch]
-    if not free or any(len(x) > 1 for x in given):
+    if not free or others or any(len(x) > 1 for x in given):
         return None
     if {x for here in given for x in here} != {*shared}:
         return None
 
     def is_row(label: Label) -> tuple[bool, bool, int]:
         size = scores.sizes[label]
-        masked = any(_varies(x, label) for x in scores.sides if x.kind == "mask")
+        masked = any(_varies(mask, label) for mask in scores.masks)
         return masked, size == scores.sizes[key], size
 
     row = max(free, key=is_row)
@@ -223,14 +201,13 @@ def _axes(meaning: Meaning, summed: list[int], batch: list[int]) -> Axes | None:
 
 
 def _varies(side: Side, label: Label) -> bool:
-    pairs = zip(side.labels, side.term.varying, strict=True)
-    return any(label in here and varies for here, varies in pairs)
+    pairs = zip(side.labels, side.term.shape, strict=True)
+    return any(label in here and size != 1 for here, size in pairs)
 
 
-_RANDOM = ("random_bits", "threefry2x32", "random_wrap", "rng_bit_generator")
+_RANDOM = {"random_bits", "threefry2x32", "random_wrap", "rng_bit_generator"}
 # A softmax that is read by these chooses experts.
 _ROUTING = ("top_k", "sort", "argmax", "gather")
-_MOST_SEARCHED = 60
 
 
 def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
@@ -245,29 +222,234 @@ def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
             continue
         seen[id(term)] = term
         meaning = softmaxes.meaning(term)
-        if meaning is not None:
-            found = _reason_by_reader(meaning, reader) or found
-        elif term.name != "dot_general":
+        if meaning is None and term.name != "dot_general":
             names.add(term.name)
             waiting += [(operand, term.name) for operand in term.operands]
-    if found is not None and "between softmax" in found and names & {*_RANDOM}:
+        elif meaning is not None and meaning.kind == "probs":
+            if reader and reader not in _ROUTING:
+                found = f"{reader} between softmax and values"
+            elif not reader and not meaning.is_bounded:
+                found = "softmax without the largest score of each row subtracted"
+        elif meaning is not None and (reader, "exp" in names) == ("tanh", True):
+            found = "a soft cap (tanh) of the scores"
+    if found is not None and "between" in found and names & _RANDOM:
         return "dropout between softmax and values"
-    if found is not None and "tanh" in found and "exp" not in names:
-        return None
     return found
 
 
-def _reason_by_reader(meaning: Meaning, reader: str) -> str | None:
-    """Returns what is wrong with a part of a softmax that an operation reads.
+# --- Biases and masks -----------------------------------------------------------------
 
-    The operation is that with the values if it has no name here.
+
+class Masks(NamedTuple):
+    """Biases and masks of one attention.
+
+    Constants are arrays with the axes batch, heads, rows and keys.
     """
-    if meaning.kind == "scores" and reader == "tanh":
-        return "a soft cap (tanh) of the scores"
-    if meaning.kind != "probs" or reader in _ROUTING:
+
+    is_causal: bool = False  # Whether a query sees the keys up to its own position only
+    # The number of keys that it sees to the left and to the right
+    window: tuple[int, int] | None = None
+    biases: Sequence[Side | np.ndarray] = ()
+    masks: Sequence[Side | np.ndarray] = ()  # `True` for keys that are seen
+    # The probability of each key in a row in which all is masked; `None` if there is no
+    # such row
+    empty: float | None = None
+    is_added: bool = False  # Whether scores have a gradient in such rows
+
+    @property
+    def terms(self) -> list[Term]:
+        """The terms whose values are needed."""
+        sides = (*self.biases, *self.masks)
+        return [side.term for side in sides if isinstance(side, Side)]
+
+    def arrays(
+        self, match: "Match", value_of: Callable[[Term], Array]
+    ) -> dict[str, Array]:
+        """Returns the kernel's further operands."""
+
+        def array(side: Side | np.ndarray) -> Array:
+            if isinstance(side, np.ndarray):
+                return jnp.asarray(side)
+            x = jnp.asarray(match.side(side, value_of(side.term)))
+            if side.kind == "bias":
+                return x.astype(jnp.float32) * side.factor
+            return x if side.keeps else ~x
+
+        found: dict[str, Array] = {}
+        if self.biases:
+            found["bias"] = functools.reduce(operator.add, map(array, self.biases))
+        if self.masks:
+            found["mask"] = functools.reduce(operator.and_, map(array, self.masks))
+        return found
+
+
+def masks_of(match: Match) -> Masks | str:
+    """Returns what the kernel is told of masks and biases, or why it cannot be told."""
+    masks, biases = [], []
+    constants: list[np.ndarray] = []  # masks, or biases that are masks
+    bias: np.ndarray | None = None  # the sum of those that are none
+    sides = match.scores.sides
+    fills = [side.fill for side in match.scores.masks]
+    for side in (part for x in sides for part in _parts(x)):
+        value = _laid_out(match, side)
+        if value is None:
+            (masks if side.kind == "mask" else biases).append(side)
+        elif side.kind == "mask":
+            constants.append(value)
+        elif not np.all((value == 0) | (value <= MASKED)):
+            bias = value if bias is None else bias + value
+        elif np.any(value):
+            constants.append(value)
+            fills.append(float(value[value < 0].max()))
+    mask, form, has_empty_rows = _pattern(match, constants)
+    found = Masks(
+        *(form or (False, None)),
+        [*biases, *([] if bias is None else [bias])],
+        [*masks, *([] if form else [mask])],
+    )
+    if len(sides) > 1 and any(_may_mask(x.term) for x in biases):
+        return "a bias that seems to be a mask, beside others"
+    largest = 0.0 if bias is None else 2 * float(np.abs(bias).max())
+    largest = max(largest, _BIASES) if biases else largest
+    if any(fill > -largest for fill in fills):
+        return "a bias may be as large as what masks make of the scores"
+    if not masks and not has_empty_rows:
+        return found
+    # What rows become in which everything is masked.
+    empty = match.meaning.empty
+    is_added = any(side.is_added for side in match.scores.masks)
+    if (
+        empty is None
+        or np.isinf(empty)  # times values of both signs
+        or any(x.dtype != bool for x in constants)
+        or (is_added and (len(match.scores.masks) > 1 or biases))
+    ):
+        return "rows may be masked entirely, by masks of different kinds"
+    return found._replace(empty=empty, is_added=is_added)
+
+
+def _may_mask(term: Term) -> bool:
+    """Returns whether a bias is computed with numbers as large as those of masks."""
+    waiting, seen = [term], set()
+    while waiting and len(seen) < _MOST_SEARCHED:
+        term = waiting.pop()
+        value = term.constant
+        if value is not None and value.size:
+            is_float = jnp.issubdtype(value.dtype, jnp.floating)
+            if is_float and not np.abs(value).max() < -MASKED:
+                return True
+        elif term.name in RULES and id(term) not in seen:
+            seen.add(id(term))
+            waiting.extend(term.operands)
+    return False
+
+
+def _laid_out(match: Match, side: Side) -> np.ndarray | None:
+    """Returns a constant with the axes batch, heads, rows and keys, as small as it can be.
+
+    A mask is `True` for what is kept, a bias is multiplied by its factor.
+    """
+    value = side.term.constant
+    if value is None:
         return None
-    if reader:
-        return f"{reader} between softmax and values"
-    if not meaning.is_bounded:
-        return "softmax without the largest score of each row subtracted"
+    memo = match.probs.level.root.memo
+    key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
+    if key not in memo:
+        x = np.asarray(match.side(side, value))
+        x = x[:1] if (x == x[:1]).all() else x
+        x = x[:, :1] if (x == x[:, :1]).all() else x
+        if side.kind == "mask":
+            x = x == side.keeps
+        else:
+            x = (x.astype(np.float32) * side.factor).astype(np.float32)
+        memo[key] = x
+    return memo[key]
+
+
+Form = tuple[bool, tuple[int, int] | None]
+"""Whether a mask is causal, and its window."""
+
+
+def _pattern(
+    match: Match, constants: Sequence[np.ndarray]
+) -> tuple[np.ndarray, Form | None, bool]:
+    """Returns constant masks as one, its form, and whether it masks a row entirely."""
+    memo, key = match.probs.level.root.memo, (match.axes, *map(id, constants))
+    if key not in memo:
+        parts = [x if x.dtype == bool else x == 0 for x in constants]
+        mask = functools.reduce(np.logical_and, parts, np.ones((1, 1, 1, 1), bool))
+        rows, keys = match.size(match.axes.row), match.size(match.axes.key)
+        form = (False, None) if mask.all() else _form(mask, rows, keys)
+        memo[key] = mask, form, not mask.any(axis=-1).all()
+    return memo[key]
+
+
+def _form(mask: np.ndarray, rows: int, keys: int) -> Form | None:
+    if mask.shape != (1, 1, rows, keys):
+        return None
+    mask = mask[0, 0]
+    here = np.tril(np.ones((rows, keys), bool))
+    if np.array_equal(mask, here):
+        return True, None
+    left = int(mask[-1].sum()) - 1
+    is_window = rows == keys and left >= 0
+    if is_window and np.array_equal(mask, here & ~np.tril(here, -left - 1)):
+        return True, (left, 0)
     return None
+
+
+def _parts(side: Side) -> Iterator[Side]:
+    """Yields the masks that a mask is made of: one of them may be a constant."""
+    term, labels = before_broadcast(side.term, side.labels)
+    side = dataclasses.replace(side, term=term, labels=labels)
+    name, operands = term.name, term.operands
+    if side.kind == "bias" or term.constant is not None:
+        yield side
+    elif name in SAME:
+        yield from _parts(dataclasses.replace(side, term=operands[0]))
+    elif name == "not":
+        yield from _parts(
+            dataclasses.replace(side, term=operands[0], keeps=not side.keeps)
+        )
+    elif name in ("ne", "gt", "eq") and (inner := _truth(operands)) is not None:
+        keeps = side.keeps == (name != "eq")
+        yield from _parts(dataclasses.replace(side, term=inner, keeps=keeps))
+    elif name == ("and" if side.keeps else "or") and all(x.shape for x in operands):
+        for operand in operands:
+            yield from _parts(dataclasses.replace(side, term=operand))
+    else:
+        yield side
+
+
+def _truth(operands: list[Term]) -> Term | None:
+    """Returns the booleans that are compared with 0 as numbers."""
+    if operands[1].scalar != 0.0 or operands[0].name != "convert_element_type":
+        return None
+    source = operands[0].operands[0]
+    return source if source.aval.dtype == np.bool_ else None
+
+
+def fill_empty_rows(
+    match: Match, masks: Masks, mask: Array, operands: Sequence[Array], out: Array
+) -> Array:
+    """Returns attention with what rows become in which everything is masked."""
+    rows, keys = match.size(match.axes.row), match.size(match.axes.key)
+    if masks.is_causal:
+        mask = mask & causal(rows, keys, masks.window)
+    seen = jnp.swapaxes(jnp.any(mask, axis=-1), 1, 2)[..., None]
+    query, key, value = operands
+    groups = query.shape[2] // value.shape[2]
+    total = jnp.sum(value, axis=1, keepdims=True, dtype=jnp.float32)
+    other = jnp.repeat(total, groups, axis=2)
+    if masks.is_added:
+        # Σ v softmax(s) at equal scores s = scale · q k, with its derivative:
+        # p · Σ v + p · Σ (v - mean v) ds.
+        mean = (total / keys).astype(value.dtype)
+        apart = lax.stop_gradient(value - mean) * match.scores.scale
+        slopes = jnp.repeat(jnp.einsum("bshd,bshe->bhde", key, apart), groups, axis=1)
+        slope = jnp.einsum("bthd,bhde->bthe", query, slopes)
+        other = other + (slope - lax.stop_gradient(slope)).astype(jnp.float32)
+    assert masks.empty is not None
+    # Not nan times something where there are keys: its gradient would be nan, too.
+    other = jnp.where(seen, 0.0, np.float32(masks.empty)) * other
+    return jnp.where(seen, out, other.astype(out.dtype))

@@ -19,17 +19,18 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import PyTree
 
-from mpx._program._queries import Equation
-from mpx._recognise._terms import NUMPY, SAME, Level, Term
+from mpx._recognise._terms import SAME, Level, Term
 
+_F32 = np.dtype(np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")
-Label = tuple[Literal["batch", "lhs", "rhs"], int]
-"""An axis of the matmul that makes the scores: a batch axis by its position among these, or a
-free axis of an operand. Axes of size 1 have none."""
+Label = tuple[Literal["batch", "lhs", "rhs", "summed", "width"], int]
+"""An axis of the matmul that makes the scores: a batch axis by its position among these, a
+free axis of an operand, or the summed one; or the free axis of the values. Free and batch
+axes of size 1 have none."""
 Labels = tuple[tuple[Label, ...], ...]
 """The labels of each axis of a value; several where axes were merged."""
+SUMMED: Label = ("summed", 0)
 Kind = Literal["scores", "max", "exp", "sum", "probs"]
 MASKED = -1e4
 """Scores that are replaced by this or less count as masked."""
@@ -37,12 +38,12 @@ ABSORBING = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Side:
     """What was added to scores, or which of them were kept."""
 
     kind: Literal["bias", "mask"]
-    term: Term  # The array; for a mask, of booleans
+    term: Term  # The array, before it was broadcast; for a mask, of booleans
     labels: Labels  # The labels of its axes, as of the scores that it met
     factor: float = 1.0  # By what a bias is multiplied
     keeps: bool = True  # Whether `True` in a mask keeps the score
@@ -51,20 +52,8 @@ class Side:
     # are masked, too
     is_added: bool = False
 
-    def is_same(self, other: "Side") -> bool:
-        """Returns whether another one has the same array; the fill may differ."""
-        return self.origin() == other.origin()
 
-    def origin(self) -> tuple[PyTree, ...]:
-        """Returns what identifies it: the array it was broadcast from, and its labels."""
-        term, labels = self.term, self.labels
-        while term.name == "broadcast_in_dim" and term.operands[0].eqn is not None:
-            dims = term.params["broadcast_dimensions"]
-            labels, term = tuple(labels[d] for d in dims), term.operands[0]
-        return self.kind, self.factor, self.keeps, id(term), labels
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Scores:
     """Scaled products of a matmul with biases and masks."""
 
@@ -78,26 +67,8 @@ class Scores:
     def masks(self) -> tuple[Side, ...]:
         return tuple(side for side in self.sides if side.kind == "mask")
 
-    def is_same(self, other: "Scores") -> bool:
-        """Returns whether these are the same numbers, perhaps in another layout."""
-        if self is other:
-            return True
-        if self.dot is not other.dot or self.scale != other.scale:
-            return False
-        if len(self.sides) != len(other.sides):
-            return False
-        pairs = zip(self.sides, other.sides, strict=True)
-        return all(one.is_same(two) and one.fill == two.fill for one, two in pairs)
-
-
-class Shift(NamedTuple):
-    """A maximum: the labels over which it was taken, and whether it has no gradient."""
-
-    labels: frozenset[Label]
-    is_stopped: bool = False
-
-
-NO_SHIFT = Shift(frozenset())
+    def with_side(self, side: Side) -> "Scores":
+        return dataclasses.replace(self, sides=(*self.sides, side))
 
 
 class Meaning(NamedTuple):
@@ -106,18 +77,18 @@ class Meaning(NamedTuple):
     kind: Kind  # Which part of a softmax it is
     scores: Scores  # The scores of that softmax
     labels: Labels  # The labels of each axis
-    parents: tuple[Term, ...] = ()  # The terms with a meaning that it is made from
-    shift: Shift = NO_SHIFT  # The maximum that was subtracted
-    # The labels over which exponentials were summed
-    summed: frozenset[Label] = frozenset()
-    # Whether no exponential can overflow, and not all of a sum underflow
-    is_bounded: bool = False
-    # The masks, also ones of the scores, by which exponentials or probabilities became
-    # 0
-    late: tuple[Side, ...] = ()
-    # What it is in a row in which everything is masked, if all masks count there that
-    # are `late`; `None` if that is not one known number
+    # The labels over which the maximum was taken that was subtracted, or that it is
+    shift: frozenset[Label] | None = None
+    exp: Term | None = None  # The exponentials that it is made from
+    summed: frozenset[Label] = frozenset()  # The labels over which these were summed
+    # What it is in a row in which everything is masked; `None` if that is not one known
+    # number
     empty: float | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether no exponential can overflow, and not all of a sum underflow."""
+        return bool(self.summed) and self.shift == self.summed
 
 
 class Softmaxes:
@@ -145,68 +116,28 @@ class Softmaxes:
             found = None
             if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
                 known = [self.meaning(x) for x in needs]
-                found = rule(last, known)
-                if found is not None and not _is_mask(last, known, found):
-                    found = found._replace(empty=_in_empty_row(last, known))
+                if _sums(last) or any(x is not None for x in known):
+                    found = rule(last, known)
             self._known[id(last)] = last, found
         return self._known[id(term)][1]
 
-    def history(self, term: Term) -> dict[int, Term]:
-        """Returns all terms with a meaning from which one is made, with it."""
+    def history(self, term: Term) -> list[Term]:
+        """Returns the terms from the matmul of the scores to a part of their softmax."""
         found: dict[int, Term] = {}
         waiting = [term]
         while waiting:
             term = waiting.pop()
-            if id(term) in found:
+            meaning = self.meaning(term)
+            if meaning is None or id(term) in found:
                 continue
             found[id(term)] = term
-            known = self.meaning(term)
-            waiting.extend(known.parents if known is not None else ())
-        return found
+            if term is not meaning.scores.dot:
+                waiting += [x for x in term.operands if self._is_of(x, meaning)]
+        return list(found.values())
 
-    def is_private(self, term: Term, reader: Equation) -> bool:
-        """Returns whether a value and what it is made from is read by nothing else."""
-        inside = self.history(term).values()
-        # A function that is called twice is two levels of the same equations.
-        equations = {(id(term.level), id(term.eqn)) for term in inside}
-        equations.add((id(self.level), id(reader)))
-        return all(
-            use is not None and (id(use[0]), id(use[1])) in equations
-            for term in inside
-            for use in term.level.readers(term.atom)
-        )
-
-
-_MORE = {
-    "reduce_sum": np.multiply,
-    "dot_general": np.multiply,
-    "add_any": np.add,
-}
-
-
-def _is_mask(term: Term, known: list[Meaning | None], found: Meaning) -> bool:
-    """Returns whether a term is a masked version of what it is made from."""
-    counts = [len(x.scores.masks) for x in known if x is not None]
-    return term.name == "select_n" or len(found.scores.masks) > max(counts, default=0)
-
-
-def _in_empty_row(term: Term, known: list[Meaning | None]) -> float | None:
-    """Returns what a term is in a row in which everything is masked, if that is known."""
-    name, operands = term.name, term.operands
-    numbers = [
-        x.scalar if meaning is None else meaning.empty
-        for x, meaning in zip(operands, known, strict=False)
-    ]
-    if not numbers or None in numbers:
-        return None
-    if name == "reduce_sum":
-        terms = math.prod(operands[0].shape[axis] for axis in term.params["axes"])
-        numbers.append(terms)
-    compute = {**NUMPY, **_MORE}.get(name)
-    with np.errstate(all="ignore"):
-        given = [np.float32(x) for x in numbers]
-        value = given[0] if compute is None else compute(*given)
-        return float(np.asarray(value).astype(term.aval.dtype))
+    def _is_of(self, term: Term, meaning: Meaning) -> bool:
+        known = self.meaning(term)
+        return known is not None and known.scores.dot is meaning.scores.dot
 
 
 def _sums(term: Term) -> bool:
@@ -214,40 +145,55 @@ def _sums(term: Term) -> bool:
     return term.name == "dot_general" and bool(term.params["dimension_numbers"][0][0])
 
 
+# --- Labels ---------------------------------------------------------------------------
+
+
+def operand_labels(dot: Term) -> list[Labels]:
+    """Returns the labels of the operands of the matmul that makes scores."""
+    summed, batch = dot.params["dimension_numbers"]
+    found = []
+    for side, name in enumerate(("lhs", "rhs")):
+        shape = dot.operands[side].shape
+        labels: list[Label] = [(name, i) for i in range(len(shape))]
+        for i, axis in enumerate(batch[side]):
+            labels[axis] = ("batch", i)
+        labels[summed[side][0]] = SUMMED
+        pairs = zip(labels, shape, strict=True)
+        found.append(tuple((x,) if n != 1 or x == SUMMED else () for x, n in pairs))
+    return found
+
+
+def product_labels(term: Term, left: Labels, right: Labels) -> Labels:
+    """Returns the labels of the result of a matmul from those of its operands."""
+    summed, batch = term.params["dimension_numbers"]
+    found = [left[i] or right[j] for i, j in zip(*batch, strict=True)]
+    for labels, *taken in ((left, summed[0], batch[0]), (right, summed[1], batch[1])):
+        gone = {axis for axes in taken for axis in axes}
+        found += [x for i, x in enumerate(labels) if i not in gone]
+    return tuple(found)
+
+
 def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
     summed, batch = term.params["dimension_numbers"]
-    for position, source in enumerate(known):
-        if source is not None:  # Hugging Face multiplies weights by a mask of heads
-            labels = _of_product(term, source, position)
-            parents = _with_parents(term, known)
-            return source._replace(labels=labels, parents=parents) if labels else None
-    if len(summed[0]) != 1:
+    if summed[0]:
+        if len(summed[0]) != 1:
+            return None
+        sides = operand_labels(term)
+        sizes = {
+            label: size
+            for labels, x in zip(sides, term.operands, strict=True)
+            for here, size in zip(labels, x.shape, strict=True)
+            for label in here
+        }
+        return Meaning("scores", Scores(term, sizes), product_labels(term, *sides))
+    # Hugging Face multiplies weights by a mask of heads.
+    (position, source), *more = [(i, x) for i, x in enumerate(known) if x is not None]
+    ones = term.operands[1 - position]
+    if more or ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
         return None
-    lhs, rhs = term.operands
-    axes: list[tuple[Label, int]] = [
-        (("batch", i), lhs.shape[axis]) for i, axis in enumerate(batch[0])
-    ]
-    for i, size in enumerate(lhs.shape):
-        if i not in (*batch[0], *summed[0]):
-            axes.append((("lhs", i), size))
-    for i, size in enumerate(rhs.shape):
-        if i not in (*batch[1], *summed[1]):
-            axes.append((("rhs", i), size))
-    labels = tuple((label,) if size != 1 else () for label, size in axes)
-    sizes = {label: size for label, size in axes if size != 1}
-    return Meaning("scores", Scores(term, sizes), labels)
-
-
-# --- Layout ---------------------------------------------------------------------------
-
-
-def _transposed(term: Term, source: Meaning) -> Labels:
-    return tuple(source.labels[i] for i in term.params["permutation"])
-
-
-def _squeezed(term: Term, source: Meaning) -> Labels:
-    dims = {d % len(source.labels) for d in term.params["dimensions"]}
-    return tuple(x for i, x in enumerate(source.labels) if i not in dims)
+    pair = [source.labels, ((),) * len(ones.shape)]
+    labels = product_labels(term, *(pair if position == 0 else pair[::-1]))
+    return source._replace(labels=labels)
 
 
 def _broadcast(term: Term, source: Meaning) -> Labels | None:
@@ -257,24 +203,17 @@ def _broadcast(term: Term, source: Meaning) -> Labels | None:
     done the same.
     """
     labels: list[tuple[Label, ...]] = [()] * len(term.shape)
-    given = term.operands[0].shape
-    dims = [int(d) for d in term.params["broadcast_dimensions"]]
-    for label, size, dim in zip(source.labels, given, dims, strict=True):
-        if size != term.shape[dim] and source.kind not in ROWS:
-            return None
+    dims = term.params["broadcast_dimensions"]
+    for label, dim in zip(source.labels, dims, strict=True):
         labels[dim] = label
-    grown = [
-        n for n, label in zip(term.shape, labels, strict=True) if n != 1 and not label
-    ]
-    return None if grown and source.kind not in ROWS else tuple(labels)
+    grown = any(n != 1 and not x for n, x in zip(term.shape, labels, strict=True))
+    return None if grown and source.kind not in ("max", "sum") else tuple(labels)
 
 
 def _reshaped(term: Term, source: Meaning) -> Labels | None:
-    if term.params.get("dimensions") is not None:
-        return None
-    sizes = source.scores.sizes
-    given = term.operands[0].shape
-    if any(n != 1 and not x for n, x in zip(given, source.labels, strict=True)):
+    sizes, given = source.scores.sizes, term.operands[0].shape
+    is_row = any(n != 1 and not x for n, x in zip(given, source.labels, strict=True))
+    if is_row or term.params.get("dimensions") is not None:
         return None  # a row that was broadcast
     rest = [label for labels in source.labels for label in labels]
     found = []
@@ -289,75 +228,53 @@ def _reshaped(term: Term, source: Meaning) -> Labels | None:
     return None if rest else tuple(found)
 
 
-ROWS = ("max", "sum")
 _RELABEL: dict[str, Callable[[Term, Meaning], Labels | None]] = {
-    "transpose": _transposed,
-    "squeeze": _squeezed,
+    "transpose": lambda term, x: tuple(x.labels[i] for i in term.params["permutation"]),
+    "squeeze": lambda term, x: tuple(
+        label for i, label in enumerate(x.labels) if i not in term.params["dimensions"]
+    ),
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
 }
 
 
-def _of_product(term: Term, source: Meaning, position: int) -> Labels | None:
-    """Returns the labels of a value times ones, in a matmul that sums over nothing."""
-    summed, batch = term.params["dimension_numbers"]
-    ones = term.operands[1 - position]
-    if summed[0] or ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
-        return None
-    mine = batch[position]
-    rest = [i for i in range(len(source.labels)) if i not in mine]
-    return tuple(source.labels[i] for i in (*mine, *rest))
-
-
 def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (source,) = known
-    if source is None:
-        return None
+    assert source is not None
+    if term.name == "stop_gradient" and source.kind != "max":
+        return None  # other parts need their gradient
     relabel = _RELABEL.get(term.name)
     labels = source.labels if relabel is None else relabel(term, source)
     if labels is None:
         return None
-    return source._replace(labels=labels, parents=(term.operands[0],))
+    empty = _rounded(source.empty, term.aval.dtype)
+    return source._replace(labels=labels, empty=empty)
 
 
-def _stop_gradient(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    """Returns the meaning of a maximum without gradient; other parts need theirs."""
-    (source,) = known
-    if source is None or source.kind != "max":
-        return None
-    shift = source.shift._replace(is_stopped=True)
-    return source._replace(shift=shift, parents=(term.operands[0],))
+def _rounded(x: float | None, dtype: np.dtype = _F32) -> float | None:
+    """Returns a number in a dtype, in which it may be infinite."""
+    with np.errstate(over="ignore"):
+        return None if x is None else float(np.float32(x).astype(dtype))
 
 
 # --- Scores ---------------------------------------------------------------------------
 
 
-def _with_parents(term: Term, known: list[Meaning | None]) -> tuple[Term, ...]:
-    pairs = zip(term.operands, known, strict=True)
-    return tuple(operand for operand, meaning in pairs if meaning is not None)
-
-
-def _scaled(scores: Scores, factor: float) -> Scores | None:
+def _scaled(source: Meaning, factor: float) -> Meaning | None:
     sides = []
-    for side in scores.sides:
+    for side in source.scores.sides:
         if side.kind == "bias":
             side = dataclasses.replace(side, factor=side.factor * factor)
-        elif factor <= 0 or side.fill * factor > MASKED:
-            return None
         else:
-            side = dataclasses.replace(side, fill=_in_f32(side.fill * factor))
+            fill = _rounded(side.fill * factor)
+            if factor <= 0 or fill is None or fill > MASKED:
+                return None
+            side = dataclasses.replace(side, fill=fill)
         sides.append(side)
-    return dataclasses.replace(scores, scale=scores.scale * factor, sides=tuple(sides))
-
-
-def _in_f32(x: float) -> float:
-    """Returns a number as f32, in which twice the lowest number is -inf."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(x))
-
-
-def _with_side(scores: Scores, side: Side) -> Scores:
-    return dataclasses.replace(scores, sides=(*scores.sides, side))
+    scale = source.scores.scale * factor
+    scores = dataclasses.replace(source.scores, scale=scale, sides=tuple(sides))
+    empty = None if source.empty is None else _rounded(source.empty * factor)
+    return source._replace(scores=scores, empty=empty)
 
 
 def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
@@ -365,38 +282,41 @@ def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (position,) = (i for i, x in enumerate(known) if x is not None)
     source, other = known[position], term.operands[1 - position]
     assert source is not None
-    is_shifted = source.shift != NO_SHIFT
     is_reversed = term.name in ("sub", "div") and position != 0
-    if is_shifted or is_reversed or term.operands[position].shape != term.shape:
+    is_broadcast = term.operands[position].shape != term.shape
+    is_scores = source.kind == "scores" and source.shift is None
+    if not is_scores or is_reversed or is_broadcast:
         return None
-    number, empty = other.scalar, None
-    scores: Scores | None = source.scores
+    number = other.scalar
     if term.name in ("mul", "div"):
-        scores = None
-        if number is not None and math.isfinite(number) and number != 0:
-            factor = number if term.name == "mul" else 1 / number
-            scores = _scaled(source.scores, factor)
-    elif number != 0.0:
-        side = Side("bias", other, source.labels, -1.0 if term.name == "sub" else 1.0)
-        mask = _as_mask(side)
-        if mask is not None and not source.scores.masks:
-            empty = mask.fill
-        fits = _fits(other, term)
-        scores = _with_side(source.scores, mask or side) if fits else None
-    if scores is None:
+        if number is None or not math.isfinite(number) or number == 0:
+            return None
+        return _scaled(source, number if term.name == "mul" else 1 / number)
+    if number == 0.0:
+        return source
+    if len(other.shape) != len(term.shape):  # axes of size 1 are broadcast
         return None
-    parents = (term.operands[position],)
-    return Meaning("scores", scores, source.labels, parents, empty=empty)
+    origin = before_broadcast(other, source.labels)
+    bias = Side("bias", *origin, factor=-1.0 if term.name == "sub" else 1.0)
+    mask, empty = _as_mask(bias), None
+    if mask is not None and not source.scores.masks:
+        empty = mask.fill
+    return source._replace(scores=source.scores.with_side(mask or bias), empty=empty)
 
 
-def _as_mask(side: Side) -> Side | None:
-    """Returns a bias of 0 and a very large negative number as a mask, if it is that."""
-    term, labels = side.term, side.labels
-    while term.name in ("broadcast_in_dim", "convert_element_type"):
-        if term.name == "broadcast_in_dim":
-            dims = term.params["broadcast_dimensions"]
-            labels = tuple(labels[d] for d in dims)
+def before_broadcast(term: Term, labels: Labels) -> tuple[Term, Labels]:
+    """Returns what a term is broadcast from, and its labels."""
+    while term.name == "broadcast_in_dim":
+        labels = tuple(labels[d] for d in term.params["broadcast_dimensions"])
         term = term.operands[0]
+    return term, labels
+
+
+def _as_mask(bias: Side) -> Side | None:
+    """Returns a bias of 0 and a very large negative number as a mask, if it is that."""
+    term, labels = bias.term, bias.labels
+    while term.name == "convert_element_type":
+        term, labels = before_broadcast(term.operands[0], labels)
     if term.name != "select_n" or len(term.operands) != 3:
         return None
     which, *cases = term.operands
@@ -404,49 +324,35 @@ def _as_mask(side: Side) -> Side | None:
     if which.shape != term.shape or 0.0 not in numbers or None in numbers:
         return None
     keeps = numbers[1] == 0.0
-    fill = _in_f32((numbers[0 if keeps else 1] or 0.0) * side.factor)
-    if fill > ABSORBING:
+    fill = _rounded((numbers[0 if keeps else 1] or 0.0) * bias.factor)
+    if fill is None or fill > ABSORBING:
         return None
+    which, labels = before_broadcast(which, labels)
     return Side("mask", which, labels, keeps=keeps, fill=fill, is_added=True)
 
 
-def _fits(side: Term, term: Term) -> bool:
-    """Returns whether a side has the axes of scores, with size 1 where it is broadcast."""
-    if len(side.shape) != len(term.shape):
-        return False
-    pairs = zip(side.shape, term.shape, strict=True)
-    return all(size in (1, full) for size, full in pairs)
-
-
 def _selected(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of a part of a softmax of which some elements are replaced."""
     found = [i for i, x in enumerate(known) if x is not None]
     if len(known) != 3 or found not in ([1], [2]):
         return None
     (position,) = found
     source, which = known[position], term.operands[0]
     fill = term.operands[3 - position].scalar
-    if source is None or fill is None or which.aval.dtype != np.bool_:
+    is_mask = which.aval.dtype == np.bool_ and which.shape == term.shape
+    if source is None or fill is None or not is_mask:
         return None
-    parents = (term.operands[position],)
-    if which.shape != term.shape:
-        return None
-    side = Side("mask", which, source.labels, keeps=position == 2, fill=fill)
-    masked = _masked(source, side)
-    return None if masked is None else masked._replace(parents=parents)
-
-
-def _masked(source: Meaning, side: Side) -> Meaning | None:
-    """Returns the meaning of a part of a softmax of which some elements are replaced."""
-    scores, fill = source.scores, side.fill
-    if source.kind == "scores" and fill <= MASKED and source.shift == NO_SHIFT:
-        is_one = not scores.masks or source.empty == fill
-        empty = fill if is_one else None
-        return source._replace(scores=_with_side(scores, side), empty=empty)
+    scores = source.scores
+    origin = before_broadcast(which, source.labels)
+    side = Side("mask", *origin, keeps=position == 2, fill=fill)
+    if source.kind == "scores" and fill <= MASKED and source.shift is None:
+        empty = fill if not scores.masks or source.empty == fill else None
+        return source._replace(scores=scores.with_side(side), empty=empty)
     # A mask of the exponentials alone is no mask of the scores: the largest score, which
     # is subtracted, may be a masked one.
-    same = any(side.is_same(x) for x in scores.masks)
-    if source.kind in ("exp", "probs") and fill == 0.0 and same:
-        return source._replace(late=(*source.late, side), empty=0.0)
+    before = [dataclasses.replace(x, fill=0.0, is_added=False) for x in scores.masks]
+    if source.kind in ("exp", "probs") and fill == 0.0 and before == [side]:
+        return source._replace(empty=0.0)
     return None
 
 
@@ -454,79 +360,29 @@ def _masked(source: Meaning, side: Side) -> Meaning | None:
 
 
 def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    kinds = [None if x is None else x.kind for x in known]
-    if kinds == ["scores", "scores"] and term.name in ("add", "sub"):
-        known = _without_bias(known)
-        kinds = [None if x is None else x.kind for x in known]
-    if kinds in (["scores", None], [None, "scores"]):
-        return _affine(term, known)
-    return _two_parts(term, known) if None not in kinds else None
-
-
-def _without_bias(known: list[Meaning | None]) -> list[Meaning | None]:
-    """Returns the meanings of two matmuls' results without that of the bias.
-
-    A bias that comes out of a matmul, as one of pairs or positions, has fewer batch axes.
-    """
-    counts = [sum(label[0] == "batch" for label in x.scores.sizes) for x in known if x]
-    if counts[0] == counts[1]:
-        return known
-    return [known[0], None] if counts[0] > counts[1] else [None, known[1]]
-
-
-def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    wanted = {"reduce_max": "scores", "reduce_sum": "exp"}[term.name]
-    if source is None or source.kind != wanted:
-        return None
-    if wanted == "scores" and source.shift != NO_SHIFT:
-        return None
-    axes = {int(axis) for axis in term.params["axes"]}
-    gone = frozenset(label for axis in axes for label in source.labels[axis])
-    labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
-    parents = (term.operands[0],)
-    if wanted == "scores":
-        return Meaning("max", source.scores, labels, parents, Shift(gone))
-    is_bounded = bool(gone) and source.shift.labels == gone
-    found = Meaning("sum", source.scores, labels, parents, source.shift, gone)
-    return found._replace(is_bounded=is_bounded, late=source.late)
-
-
-def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    """Returns the meaning of `max(-inf, row)`, which `jnp.max(initial=)` writes."""
-    found = [x for x in known if x is not None]
-    if len(found) != 1 or found[0].kind != "max":
-        return None
-    number = term.operands[0 if known[0] is None else 1].scalar
-    if number != -math.inf:
-        return None
-    return found[0]._replace(parents=_with_parents(term, known))
-
-
-def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    if source is None or source.kind != "scores":
-        return None
-    return source._replace(kind="exp", parents=(term.operands[0],))
-
-
-def _two_parts(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    """Returns the meaning of a difference or ratio of two parts of one softmax."""
     first, second = known
-    assert first is not None
-    assert second is not None
-    same = first.scores.is_same(second.scores) and _aligned(first, second)
-    if not same or term.operands[0].shape != term.shape:
+    if first is None or second is None:
+        return _affine(term, known)
+    if first.kind == second.kind == "scores" and term.name in ("add", "sub"):
+        # A bias that comes out of a matmul, as one of pairs or positions, has fewer batch
+        # axes.
+        counts = [sum(x[0] == "batch" for x in y.scores.sizes) for y in (first, second)]
+        scores = [first, None] if counts[0] > counts[1] else [None, second]
+        return _affine(term, scores) if counts[0] != counts[1] else None
+    if term.operands[0].shape != term.shape or not _aligned(first, second):
         return None
-    parents = _with_parents(term, known)
     parts = term.name, first.kind, second.kind
-    if parts == ("sub", "scores", "max") and first.shift == NO_SHIFT:
-        return first._replace(shift=second.shift, parents=parents)
-    if parts == ("div", "exp", "sum") and first.shift == second.shift:
-        late = first.late + second.late
-        return second._replace(
-            kind="probs", labels=first.labels, parents=parents, late=late
-        )
+    empty = None
+    if parts == ("sub", "scores", "max") and first.scores == second.scores:
+        if first.empty is not None:
+            empty = math.nan if first.empty == -math.inf else 0.0
+        is_first = first.shift is None
+        return first._replace(shift=second.shift, empty=empty) if is_first else None
+    if parts == ("div", "exp", "sum") and first.exp is second.exp:
+        if first.empty is not None and second.empty is not None:
+            with np.errstate(all="ignore"):
+                empty = float(np.float32(first.empty) / np.float32(second.empty))
+        return second._replace(kind="probs", labels=first.labels, empty=empty)
     return None
 
 
@@ -540,12 +396,40 @@ def _aligned(first: Meaning, second: Meaning) -> bool:
     return all(not y or x == y for x, y in pairs)
 
 
-Rule = Callable[[Term, list[Meaning | None]], Meaning | None]
-"""Returns the meaning of a term from those of its operands."""
-_RULES: dict[str, Rule] = {
+def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    assert source is not None
+    axes = {int(axis) for axis in term.params["axes"]}
+    gone = frozenset(label for axis in axes for label in source.labels[axis])
+    labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
+    if (term.name, source.kind) == ("reduce_sum", "exp"):
+        count = math.prod(source.scores.sizes[x] for x in gone)
+        empty = None if source.empty is None else source.empty * count
+        return source._replace(kind="sum", labels=labels, summed=gone, empty=empty)
+    if (term.name, source.kind, source.shift) == ("reduce_max", "scores", None):
+        return source._replace(kind="max", labels=labels, shift=gone)
+    return None
+
+
+def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    """Returns the meaning of `max(-inf, row)`, which `jnp.max(initial=)` writes."""
+    found = [x for x in known if x is not None]
+    number = term.operands[0 if known[0] is None else 1].scalar
+    is_row = len(found) == 1 and found[0].kind == "max" and number == -math.inf
+    return found[0] if is_row else None
+
+
+def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
+    (source,) = known
+    if source is None or source.kind != "scores":
+        return None
+    empty = None if source.empty is None else math.exp(source.empty)
+    return source._replace(kind="exp", exp=term, empty=empty)
+
+
+_RULES: dict[str, Callable[[Term, list[Meaning | None]], Meaning | None]] = {
     "dot_general": _dot,
     **dict.fromkeys((*_RELABEL, "convert_element_type", *SAME), _layout),
-    "stop_gradient": _stop_gradient,
     **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
     "select_n": _selected,
     "reduce_max": _reduced,
@@ -553,3 +437,4 @@ _RULES: dict[str, Rule] = {
     "max": _max,
     "exp": _exp,
 }
+"""Returns the meaning of a term from those of its operands, of which one has one at least."""

@@ -55,43 +55,37 @@ class Head:
 
 
 class Chunks:
-    """The chunks of one head.
-
-    Attributes:
-        axis: The axis of the weight that is the vocabulary.
-        vocabulary: The size of the vocabulary.
-        shards: The number of equal parts of the vocabulary. Each chunk has a share of each
-            part, so that devices that hold one part each all take part in each chunk.
-        size: The width of the share of a chunk.
-        kept: The number of tokens whose logits are kept.
-    """
+    """The chunks of one head."""
 
     def __init__(self, head: Head, hidden: PyTree, weight: PyTree) -> None:
         self.axis = head.vocab_axis
-        self.vocabulary = weight.shape[self.axis]
+        vocabulary = weight.shape[self.axis]
         tokens = math.prod(hidden.shape[:-1])
-        self.shards = math.gcd(head.devices, self.vocabulary)
-        self.size = self._size(head, tokens)
-        self.kept = 0
-        words = 0 if head.kept is None else weight.dtype.itemsize // head.kept.itemsize
-        if words and isinstance(tokens, int):
-            self.kept = min(tokens, words * hidden.shape[-1]) // words * words
-
-    def _size(self, head: Head, tokens: int) -> int:
-        part = self.vocabulary // self.shards
+        # The vocabulary has equal parts. Each chunk has a share of each part, so that
+        # devices that hold one part each all take part in each chunk.
+        self.shards = math.gcd(head.devices, vocabulary)
+        self.part = vocabulary // self.shards
+        is_known = isinstance(tokens, int)  # else it is the size of an exported program
         if head.chunks is not None:
-            return -(-part // head.chunks)
-        count = FEWEST
-        if isinstance(tokens, int):  # else it is the size of an exported program
-            count = -(-tokens * self.vocabulary // (CHUNK * head.devices))
-            count = max(count, FEWEST if head.devices > 1 else 1)
-        multiple = max(1, _MULTIPLE // self.shards)
-        return min(-(-part // (count * multiple)) * multiple, part)
-
-    @property
-    def count(self) -> int:
-        """The number of chunks."""
-        return -(-self.vocabulary // (self.shards * self.size))
+            self.size = -(
+                -self.part // head.chunks
+            )  # the width of the share of a chunk
+        else:
+            count = FEWEST
+            if is_known:
+                count = -(-tokens * vocabulary // (CHUNK * head.devices))
+                count = max(count, FEWEST if head.devices > 1 else 1)
+            multiple = max(1, _MULTIPLE // self.shards)
+            size = -(-self.part // (count * multiple)) * multiple
+            self.size = min(size, self.part)
+        self.count = -(-self.part // self.size)
+        # The number of tokens whose logits are kept, of which one word holds several.
+        self.kept = self.words = 0
+        if head.kept is not None and is_known:
+            self.words = weight.dtype.itemsize // head.kept.itemsize
+        if self.words:
+            self.kept = min(tokens, self.words * hidden.shape[-1])
+            self.kept -= self.kept % self.words
 
     def take(self, x: Array, start: ArrayLike, size: int, axis: int) -> Array:
         """Returns a chunk of an array along its axis of the vocabulary."""
@@ -116,8 +110,7 @@ class Chunks:
 
     def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
         """Returns which entries of a chunk are the labels of the tokens."""
-        part = self.vocabulary // self.shards
-        first = jnp.arange(self.shards, dtype=jnp.int32)[:, None] * part
+        first = jnp.arange(self.shards, dtype=jnp.int32)[:, None] * self.part
         entries = (first + jnp.arange(size, dtype=jnp.int32)[None] + start).reshape(-1)
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
@@ -128,7 +121,7 @@ class Chunks:
         xs: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
         """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
-        whole, rest = divmod(self.vocabulary // self.shards, self.size)
+        whole, rest = divmod(self.part, self.size)
         outs = []
         if whole:
             starts = jnp.arange(whole, dtype=jnp.int32) * self.size
@@ -154,18 +147,10 @@ class Operands(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Logits that wait for the backward pass.
+    """Logits that wait for the backward pass."""
 
-    Attributes:
-        room: An array of the type of the weight, filled with logits minus `shifts`.
-        shifts: The largest logit of each token up to each chunk (chunks, tokens).
-    """
-
-    room: PyTree
-    shifts: PyTree
-
-
-# --- Pieces ---------------------------------------------------------------------------
+    room: PyTree  # An array of the type of the weight, with logits minus `shifts`
+    shifts: PyTree  # The largest logit of each token up to each chunk (chunks, tokens)
 
 
 def _dot(
@@ -247,10 +232,11 @@ def statistics(
         terms = [jnp.exp(logits - shift), jnp.where(is_label, logits, 0.0), logits]
         more = [jnp.sum(x, axis=-1) for x in terms[: len(sums)]]
         scaled = [sums[0] * jnp.exp(highest - shift[..., 0]), *sums[1:]]
+        shifts = None
         if room is not None:
             waiting = (logits - shift).reshape(-1, size)[: chunks.kept]
             room = _store(chunks, room, waiting.astype(head.kept), start)
-        shifts = shift.reshape(-1)[: chunks.kept] if room is not None else None
+            shifts = shift.reshape(-1)[: chunks.kept]
         return (now, [x + y for x, y in zip(scaled, more, strict=True)], room), shifts
 
     if remat:
@@ -261,14 +247,18 @@ def statistics(
     return found, None if room is None else Kept(room, shifts)
 
 
+def _place(
+    chunks: Chunks, start: ArrayLike, size: int
+) -> tuple[tuple[int, ...], tuple[ArrayLike, ...]]:
+    """Returns the shape and the position of kept logits: where their gradient goes."""
+    shape, position = (chunks.kept // chunks.words, size), (0, start)
+    return (shape[::-1], position[::-1]) if chunks.axis == 0 else (shape, position)
+
+
 def _store(chunks: Chunks, room: Array, part: Array, start: ArrayLike) -> Array:
-    """Stores a chunk of logits where a chunk of the gradient goes, in its own bits."""
-    kept, size = part.shape
-    words = room.dtype.itemsize // part.dtype.itemsize
-    bits = part.reshape(-1, words) if words > 1 else part.reshape(-1)
-    shape, position = (kept // words, size), (0, start)
-    if chunks.axis == 0:
-        shape, position = shape[::-1], position[::-1]
+    """Stores a chunk of logits in its own bits."""
+    shape, position = _place(chunks, start, part.shape[1])
+    bits = part.reshape(-1, chunks.words) if chunks.words > 1 else part.reshape(-1)
     stored = lax.bitcast_convert_type(bits, room.dtype).reshape(shape)
     return lax.dynamic_update_slice(room, stored, position)
 
@@ -278,10 +268,7 @@ def _stored(
 ) -> Array:
     """Returns what `_store` stored."""
     assert head.kept is not None
-    words = room.dtype.itemsize // head.kept.itemsize
-    shape, position = (chunks.kept // words, size), (0, start)
-    if chunks.axis == 0:
-        shape, position = shape[::-1], position[::-1]
+    shape, position = _place(chunks, start, size)
     bits = lax.dynamic_slice(room, position, shape).reshape(-1)
     part = lax.bitcast_convert_type(bits, head.kept).reshape(chunks.kept, size)
     return part.astype(head.wide)
@@ -290,7 +277,7 @@ def _stored(
 # --- Backward -------------------------------------------------------------------------
 
 
-def gradients(
+def gradients(  # noqa: PLR0915 (one pass over the chunks)
     head: Head,
     operands: Operands,
     logsumexp: Array,
@@ -304,18 +291,17 @@ def gradients(
     `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias.
     """
     hidden, weight, bias, labels = operands
-    shape = hidden.shape
     if kept is not None:
-        flat = lambda x: x.reshape(-1, *x.shape[len(shape) - 1 :])  # noqa: E731
-        hidden, labels, logsumexp, *cotangents = map(
-            flat, (hidden, labels, logsumexp, *cotangents)
+        hidden, labels, logsumexp, *cotangents = (
+            x.reshape(-1, *x.shape[hidden.ndim - 1 :])
+            for x in (hidden, labels, logsumexp, *cotangents)
         )
     chunks, tokens = Chunks(head, hidden, weight), tuple(range(hidden.ndim - 1))
     # A token that no cotangent reaches may hold nan or inf, as padding does.
     is_read = functools.reduce(jnp.logical_or, [x != 0 for x in cotangents])[..., None]
     low = jnp.where(is_read, convert_dtype(hidden, head.dtype), 0)
     unit = _unit(head, cotangents)
-    factors = [x[..., None] * unit for x in cotangents]
+    for_sum, for_chosen, *for_total = (x[..., None] * unit for x in cotangents)
 
     def step(
         carry: dict[int, Array], shifts: PyTree, start: ArrayLike, size: int
@@ -328,7 +314,11 @@ def gradients(
             logits = [stored + shifts[:, None], *logits]
         z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
         p = jnp.exp(z - logsumexp[..., None])
-        dz = _logits_gradient(head, z, p, chunks.is_label(labels, start, size), factors)
+        is_label = chunks.is_label(labels, start, size)
+        dz = for_sum * p + jnp.where(is_label, for_chosen, 0.0)
+        dz = functools.reduce(jnp.add, for_total, dz)
+        if head.soft_cap is not None:
+            dz = dz * (1 - jnp.square(z / head.soft_cap))
         dz = jnp.where(is_read, dz, 0.0)
         narrow, found = convert_dtype(dz, head.dtype), dict(carry)
         if 0 in carry:
@@ -343,35 +333,16 @@ def gradients(
             found[2] = chunks.put(carry[2], new, start, 0)
         return found, None
 
-    carry = _gradients_before(head, hidden, operands, kept, wrt)
+    # That of the hidden states adds up over the chunks.
+    types = [(hidden.shape, head.wide)]
+    types += [(x.shape, x.dtype) for x in (weight, bias) if x is not None]
+    carry = {i: _filled(hidden, *types[i]) for i in wrt}
+    room = {} if kept is None else {1: kept.room}
     shifts = None if kept is None else kept.shifts
-    found, _ = chunks.over(step, carry, shifts)
+    found, _ = chunks.over(step, carry | room, shifts)
     if 0 in wrt:
-        found[0] = (found[0] / unit).astype(hidden.dtype).reshape(shape)
+        found[0] = (found[0] / unit).astype(hidden.dtype).reshape(operands.hidden.shape)
     return [found[i] for i in wrt]
-
-
-def _logits_gradient(
-    head: Head, z: Array, p: Array, is_label: Array, factors: Sequence[Array]
-) -> Array:
-    """Returns the gradient of a chunk of logits z with the probabilities p."""
-    for_sum, for_chosen, *for_total = factors
-    dz = for_sum * p + jnp.where(is_label, for_chosen, 0.0)
-    dz = functools.reduce(jnp.add, for_total, dz)
-    return dz if head.soft_cap is None else dz * (1 - jnp.square(z / head.soft_cap))
-
-
-def _gradients_before(
-    head: Head, hidden: Array, operands: Operands, kept: Kept | None, wrt: Sequence[int]
-) -> dict[int, Array]:
-    """Returns the arrays that gradients fill, by operand."""
-    given = operands._replace(hidden=hidden)
-    found = {
-        # That of the hidden states adds up over the chunks.
-        i: _filled(hidden, given[i].shape, given[i].dtype if i else head.wide)
-        for i in wrt
-    }
-    return found if kept is None else {**found, 1: kept.room}
 
 
 def _unit(head: Head, cotangents: Sequence[Array]) -> Array | float:

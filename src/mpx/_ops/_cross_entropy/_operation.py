@@ -1,6 +1,8 @@
 """`linear_cross_entropy`: the public function."""
 
+import functools
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -12,7 +14,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import default_matmul_precision, has_explicit_axes
 from mpx._jax._private import private
-from mpx._ops._cross_entropy._chunks import Head, Operands
+from mpx._ops._cross_entropy._chunks import Head, Operands, statistics
 
 
 def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
@@ -84,9 +86,10 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     operands = Operands(
         *(None if x is None else jnp.asarray(x) for x in (hidden, weight, bias, labels))
     )
-    _check_shapes(*operands, vocab_axis=vocab_axis)
-    _check_dtypes(*operands)
-    _check_options(soft_cap, reduction, chunks)
+    for problem in _wrong_values(operands, vocab_axis, soft_cap, reduction, chunks):
+        raise ValueError(problem)
+    for problem in _wrong_dtypes(operands):
+        raise TypeError(problem)
     has_total = not (isinstance(label_smoothing, int | float) and label_smoothing == 0)
     head = Head(
         dtype=_common_dtype(operands.hidden.dtype, operands.weight.dtype),
@@ -128,21 +131,15 @@ def _common_dtype(*dtypes: np.dtype) -> np.dtype:
 
 def _statistics(head: Head, operands: Operands) -> list[Array]:
     if private("cross_entropy") is None:
-        from mpx._ops._cross_entropy._chunks import statistics
-
         return statistics(head, operands, remat=True)[0]
     from mpx._ops._cross_entropy._primitive import bind_statistics
 
-    if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
-        return bind_statistics(head, operands)
-
-    def call(operands: Operands) -> list[Array]:
-        return bind_statistics(head, operands)
-
-    # The results are sharded as the tokens are; inside, XLA decides.
-    like = jax.typeof(operands.labels).sharding
-    sharded: PyTree = jax.sharding.auto_axes(call, out_sharding=like)
-    return sharded(operands)
+    call: PyTree = functools.partial(bind_statistics, head)
+    if has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        # The results are sharded as the tokens are; inside, XLA decides.
+        like = jax.typeof(operands.labels).sharding
+        call = jax.sharding.auto_axes(call, out_sharding=like)
+    return call(operands)
 
 
 def _logsumexp(x: Array, axis_name: str) -> Array:
@@ -184,54 +181,52 @@ def _devices() -> int:
     return math.prod(n for name, n in mesh.shape.items() if name not in manual)
 
 
-def _check_shapes(
-    hidden: Array, weight: Array, bias: Array | None, labels: Array, *, vocab_axis: int
-) -> None:
-    if vocab_axis not in (-2, -1, 0, 1):
-        raise ValueError(f"`vocab_axis` must be 0 or 1, but it is {vocab_axis!r}.")
-    if weight.ndim != 2:
-        raise ValueError(
-            f"`weight` must have two axes, features and vocabulary, but its shape is "
-            f"{weight.shape}."
+def _wrong_dtypes(operands: Operands) -> Iterator[str]:
+    if not jnp.issubdtype(operands.labels.dtype, jnp.integer):
+        yield (
+            f"`labels` must be integers, but they are {operands.labels.dtype}. For "
+            "probabilities as labels, compute the logits."
         )
-    vocabulary, features = weight.shape[vocab_axis], weight.shape[1 - vocab_axis % 2]
-    if not hidden.ndim or hidden.shape[-1] != features:
-        raise ValueError(
-            f"`hidden` {hidden.shape} must end with the {features} features of `weight` "
-            f"{weight.shape}, whose vocabulary is axis {vocab_axis % 2}. Pass "
+    for name, x in zip(("hidden", "weight", "bias"), operands, strict=False):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            yield f"`{name}` must be floating, but it is {x.dtype}."
+
+
+def _wrong_values(
+    operands: Operands,
+    vocab_axis: int,
+    soft_cap: float | None,
+    reduction: str,
+    chunks: int | None,
+) -> Iterator[str]:
+    hidden, weight, bias, labels = map(np.shape, operands)
+    if vocab_axis not in (-2, -1, 0, 1):
+        yield f"`vocab_axis` must be 0 or 1, but it is {vocab_axis!r}."
+    if len(weight) != 2:
+        yield (
+            f"`weight` must have two axes, features and vocabulary, but its shape is "
+            f"{weight}."
+        )
+    vocabulary, features = weight[vocab_axis], weight[1 - vocab_axis % 2]
+    if hidden[-1:] != (features,):
+        yield (
+            f"`hidden` {hidden} must end with the {features} features of `weight` "
+            f"{weight}, whose vocabulary is axis {vocab_axis % 2}. Pass "
             f"`vocab_axis={1 - vocab_axis % 2}` if it is the other one."
         )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"`labels` {labels.shape} must have the axes of `hidden` {hidden.shape} but "
-            "the last: one label for each token."
+    if labels != hidden[:-1]:
+        yield (
+            f"`labels` {labels} must have the axes of `hidden` {hidden} but the last: "
+            "one label for each token."
         )
-    if bias is not None and bias.shape != (vocabulary,):
-        raise ValueError(
+    if operands.bias is not None and bias != (vocabulary,):
+        yield (
             f"`bias` must have the shape ({vocabulary},), one number for each entry of "
-            f"the vocabulary, but its shape is {bias.shape}."
+            f"the vocabulary, but its shape is {bias}."
         )
-
-
-def _check_dtypes(
-    hidden: Array, weight: Array, bias: Array | None, labels: Array
-) -> None:
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(
-            f"`labels` must be integers, but they are {labels.dtype}. For probabilities "
-            "as labels, compute the logits."
-        )
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"`{name}` must be floating, but it is {x.dtype}.")
-
-
-def _check_options(soft_cap: PyTree, reduction: str, chunks: PyTree) -> None:
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(
-            f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.'
-        )
+        yield f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.'
     if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"`soft_cap` must be positive, but it is {soft_cap!r}.")
+        yield f"`soft_cap` must be positive, but it is {soft_cap!r}."
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f"`chunks` must be a positive integer, but it is {chunks!r}.")
+        yield f"`chunks` must be a positive integer, but it is {chunks!r}."

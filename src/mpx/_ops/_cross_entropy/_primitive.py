@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
@@ -32,7 +31,9 @@ from mpx._ops._cross_entropy._chunks import (
 )
 from mpx._ops._primitives import (
     define,
-    differentiated,
+    function_of,
+    linearise,
+    mapped_alike,
     run_each,
     varying_alike,
     zero_tangent,
@@ -74,31 +75,23 @@ def _backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
     return gradients(head, operands, logsumexp, rest, kept=kept, wrt=wrt)
 
 
-def _differentiable(head: Head, operands: Operands) -> list[Array]:
+def _differentiable(*given: Array, head: Head) -> list[Array]:
     """Returns the statistics by operations that JAX can differentiate as often as needed.
 
     The operands are rounded to the compute dtype and multiplied in f32.
     """
-    rounded = [
-        x.astype(head.dtype).astype(head.wide)
-        for x in (operands.hidden, operands.weight)
-    ]
+    hidden, weight, *rest = _opened(head, given)[0]
+    rounded = [x.astype(head.dtype).astype(head.wide) for x in (hidden, weight)]
     wide = dataclasses.replace(head, dtype=head.wide, kept=None)
-    operands = operands._replace(hidden=rounded[0], weight=rounded[1])
-    return statistics(wide, operands, remat=True)[0]
+    return statistics(wide, Operands(*rounded, *rest), remat=True)[0]
 
 
 def _function_of(
     head: Head, given: Sequence[Array], wrt: Sequence[int]
 ) -> tuple[Callable[..., list[Array]], list[Array]]:
     """Returns the statistics as a function of some operands, and those operands."""
-    operands, _ = _opened(head, given)
-
-    def call(*chosen: Array) -> list[Array]:
-        changed = dict(zip([Operands._fields[i] for i in wrt], chosen, strict=True))
-        return _differentiable(head, operands._replace(**changed))
-
-    return call, [operands[i] for i in wrt]
+    run = functools.partial(_differentiable, head=head)
+    return function_of(run, given[: 3 + head.has_bias], wrt)
 
 
 def _plain_tangent(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
@@ -150,17 +143,6 @@ def _jvp(
     return outs[:wanted], moved
 
 
-def _transpose(
-    cotangents: Sequence[PyTree], *given: PyTree, head: Head, wrt: tuple[int, ...]
-) -> list[PyTree]:
-    known = given[: -len(wrt)]
-    grads: Sequence[PyTree] = [None] * len(wrt)
-    if not all(type(x) is _jax.Zero for x in cotangents):
-        full = [_jax.instantiate_zeros(x) for x in cotangents]
-        grads = backward_p.bind(*known, *full, head=head, wrt=wrt)
-    return [*[None] * len(known), *grads]
-
-
 def _batched(
     primitive: Primitive,
     given: Sequence[PyTree],
@@ -170,17 +152,9 @@ def _batched(
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
     is_shared = all(d is None for d in dims[1:-1])
     if primitive is statistics_p and is_shared and params["head"].kept is None:
-        size = next(
-            x.shape[d] for x, d in zip(given, dims, strict=True) if d is not None
-        )
-        front = list(given)
-        for i in (0, len(front) - 1):
-            x, d = given[i], dims[i]
-            shape = (size, *x.shape)
-            front[i] = (
-                jnp.broadcast_to(x, shape) if d is None else jnp.moveaxis(x, d, 0)
-            )
-        outs = primitive.bind(*front, **params)
+        hidden, *shared, labels = given
+        hidden, labels = mapped_alike((hidden, labels), (dims[0], dims[-1]))
+        outs = primitive.bind(hidden, *shared, labels, **params)
     else:
         outs = run_each(primitive, given, dims, **params)
     return outs, [0] * len(outs)
@@ -200,8 +174,6 @@ backward_p = define(
     _backward,
 )
 _jax.primitive_jvps[statistics_p] = _jvp
-_jax.primitive_jvps[tangent_p] = differentiated(_jax, _plain_tangent)
-_jax.primitive_jvps[backward_p] = differentiated(_jax, _plain_backward)
 for _primitive in (statistics_p, tangent_p, backward_p):
     _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
-_jax.primitive_transposes[tangent_p] = _transpose
+linearise(_jax, tangent_p, backward_p, [_plain_tangent, _plain_backward])

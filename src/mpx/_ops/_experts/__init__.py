@@ -1,5 +1,5 @@
 """Matmuls of rows with the matrix of their group, in a kernel for Hopper GPUs.
 
-`_primitive` and `_mosaic` are imported when the first such matmul is traced for a GPU that
-has the kernel, and only if JAX has the private names that they need.
+`_mosaic` is imported when the first such matmul is traced for a GPU that has the kernel, and
+only if JAX has the private names that it needs.
 """

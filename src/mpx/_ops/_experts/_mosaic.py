@@ -1,27 +1,53 @@
-"""Grouped matmuls as Mosaic GPU kernels through Pallas, for Hopper.
+"""The grouped matmul as a JAX primitive, in Mosaic GPU kernels through Pallas for Hopper.
 
-A program is a warpgroup that computes block after block of the result. As in JAX's own
-kernels of this kind, blocks of operands are loaded ahead by the TMA unit. Unlike there,
-blocks of rows start at their group, rounded down to the 8 rows that the unit loads
-together, so that a group of whole blocks needs no others; blocks without rows are
-skipped; rows behind the last group become zeros; and values of other groups are never
-multiplied, for they may be nan.
+There are three kinds. With rows x (m, k), y (m, n), each in one of the groups g, and a
+matrix w (groups, k, n) for each group, they are
+
+    rows     x · w[g]           (m, n)
+    turned   y · w[g]ᵀ          (m, k)
+    sums     Σ xᵀ y over g      (groups, k, n)
+
+Each is linear in both operands, and the derivatives of each are the other two. Rows behind
+the last group have none: they give zeros, and are in no sum. Where XLA would have to split
+the kernel between devices, and elsewhere than on CUDA, it is `plain`.
+
+A program of a kernel is a warpgroup that computes block after block of the result. As in
+JAX's own kernels of this kind, blocks of operands are loaded ahead by the TMA unit. Unlike
+there, blocks of rows start at their group, rounded down to the 8 rows that the unit loads
+together, so that a group of whole blocks needs no others; blocks without rows are skipped;
+and values of other groups are never multiplied, for they may be nan.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
+from mpx._jax._compat import as_unvarying, convert_dtype
 from mpx._jax._private import private
-from mpx._ops._experts._plain import ALIGNMENT, PROGRAMS, Blocks, group_ends, row_blocks
+from mpx._ops._experts._plain import (
+    ALIGNMENT,
+    BLOCKS,
+    PROGRAMS,
+    SMALLEST,
+    Blocks,
+    Kind,
+    group_ends,
+    plain,
+    row_blocks,
+)
+from mpx._ops._primitives import define, run_each, varying_alike, zero_tangent
+from mpx._program._queries import GROUPED
 
 _Value = Any
 """A reference or a value inside a kernel of Pallas."""
-pl = plgpu = private("grouped")
+_jax = pl = plgpu = private("grouped")
 
 
 def multiply_rows(
@@ -32,8 +58,7 @@ def multiply_rows(
     turned: bool,
     dtype: np.dtype,
     blocks: Blocks,
-    programs: int = PROGRAMS,
-    interpret: _Value = False,
+    **options: _Value,
 ) -> Array:
     """Returns each row times the matrix of its group, and zeros for rows without one."""
     (m, k), groups = x.shape, len(w)
@@ -55,6 +80,13 @@ def multiply_rows(
                 group = groups_ref[i]
                 first = pl.multiple_of(firsts_ref[i], ALIGNMENT)
 
+                specs = [
+                    _block((rows, summed), lambda k: (0, k)),
+                    _block((columns, summed), lambda k: (j, k))
+                    if turned
+                    else _block((summed, columns), lambda k: (k, j)),
+                ]
+
                 def multiply(total: _Value) -> _Value:
                     @pl.when(group < groups)
                     def _() -> None:
@@ -63,18 +95,7 @@ def multiply_rows(
                                 total, x, w.transpose((1, 0)) if turned else w
                             ),
                             grid=(k // summed,),
-                            in_specs=[
-                                plgpu.BlockSpec(
-                                    (rows, summed), lambda k: (0, k), delay_release=1
-                                ),
-                                plgpu.BlockSpec(
-                                    (columns, summed), lambda k: (j, k), delay_release=1
-                                )
-                                if turned
-                                else plgpu.BlockSpec(
-                                    (summed, columns), lambda k: (k, j), delay_release=1
-                                ),
-                            ],
+                            in_specs=specs,
                             max_concurrent_steps=steps,
                         )(x_ref.at[pl.ds(first, rows)], w_ref.at[group])
 
@@ -92,7 +113,7 @@ def multiply_rows(
                     _store_some(out, at, first, begins_ref[i], count)
 
     out = jax.ShapeDtypeStruct((m, n), dtype)
-    return _kernel(body, out, programs, interpret)(*table, x, w)
+    return _kernel(body, out, **options)(*table, x, w)
 
 
 def sum_rows(
@@ -102,8 +123,7 @@ def sum_rows(
     *,
     dtype: np.dtype,
     blocks: Blocks,
-    programs: int = PROGRAMS,
-    interpret: _Value = False,
+    **options: _Value,
 ) -> Array:
     """Returns the sum of the outer products of the rows of each group."""
     (m, k), n, groups = x.shape, y.shape[1], sizes.size
@@ -139,12 +159,8 @@ def sum_rows(
                         step,
                         grid=(lax.div(end - base + (summed - 1), summed),),
                         in_specs=[
-                            plgpu.BlockSpec(
-                                (summed, rows), lambda k: (k, i), delay_release=1
-                            ),
-                            plgpu.BlockSpec(
-                                (summed, columns), lambda k: (k, j), delay_release=1
-                            ),
+                            _block((summed, rows), lambda k: (k, i)),
+                            _block((summed, columns), lambda k: (k, j)),
                         ],
                         max_concurrent_steps=steps,
                         # What lies behind the last row is not loaded, but zero.
@@ -157,7 +173,10 @@ def sum_rows(
             _store(out, out_ref.at[group, down, across])
 
     out = jax.ShapeDtypeStruct((groups, k, n), dtype)
-    return _kernel(body, out, programs, interpret)(group_ends(sizes, m), x, y)
+    return _kernel(body, out, **options)(group_ends(sizes, m), x, y)
+
+
+_block = functools.partial(plgpu.BlockSpec, delay_release=1)
 
 
 def _clear_rows(ref: _Value, begin: _Value, start: _Value, end: _Value) -> None:
@@ -171,14 +190,14 @@ def _clear_rows(ref: _Value, begin: _Value, start: _Value, end: _Value) -> None:
     ref[...] = jnp.where(inside, ref[...], jnp.zeros((), ref.dtype))
 
 
-def _store(out: Array, ref: _Value) -> None:
-    """Writes a whole block."""
+def _store(out: Array, ref: _Value, copy: _Value = None) -> None:
+    """Writes a block to where `ref` is, or as `copy` does."""
 
     @functools.partial(pl.run_scoped, staged=plgpu.SMEM(out.shape, ref.dtype))
     def _(staged: _Value) -> None:
         staged[...] = out.astype(ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, ref)
+        (copy or plgpu.copy_smem_to_gmem)(staged, ref)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -190,10 +209,7 @@ def _store_some(
     The TMA unit needs to know the size of each piece when the kernel is compiled.
     """
 
-    @functools.partial(pl.run_scoped, staged=plgpu.SMEM(out.shape, ref.dtype))
-    def _(staged: _Value) -> None:
-        staged[...] = out.astype(ref.dtype)
-        plgpu.commit_smem()
+    def copy(staged: _Value, ref: _Value) -> None:
         at, length = begin, out.shape[0] // 2
         while length:
 
@@ -204,10 +220,13 @@ def _store_some(
 
             at += count & length
             length //= 2
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    _store(out, ref, copy)
 
 
-def _kernel(body: _Value, out: _Value, programs: int, interpret: _Value) -> _Value:
+def _kernel(
+    body: _Value, out: _Value, programs: int = PROGRAMS, interpret: _Value = False
+) -> _Value:
     body.__name__ = "mpx_grouped_matmul"
     semantics = plgpu.LoweringSemantics.Warpgroup
     return plgpu.kernel(
@@ -218,3 +237,105 @@ def _kernel(body: _Value, out: _Value, programs: int, interpret: _Value) -> _Val
         compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
         interpret=interpret,
     )
+
+
+# --- The primitive --------------------------------------------------------------------
+
+# By kind: the kinds of the derivatives with respect to both operands, and which of
+# (cotangent, other operand) comes first in each.
+_TRANSPOSED: dict[str, tuple[tuple[Kind, bool], tuple[Kind, bool]]] = {
+    "rows": (("turned", True), ("sums", False)),
+    "turned": (("rows", True), ("sums", True)),
+    "sums": (("turned", False), ("rows", False)),
+}
+
+
+def grouped_matmul(
+    a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype
+) -> Array:
+    """Returns a grouped matmul; sums are f32."""
+    operands = varying_alike([a, b, sizes])
+    return grouped_p.bind(*operands, kind=kind, dtype=np.dtype(dtype))
+
+
+def _by_kernel(
+    a: Array, b: Array, sizes: Array, *, kind: str, dtype: np.dtype
+) -> Array:
+    a, b, sizes = (as_unvarying(x) for x in (a, b, sizes))
+    # Blocks that divide the result.
+    columns = b.shape[2 if kind == "rows" else 1]
+    blocks = BLOCKS
+    if columns % blocks.columns:
+        blocks = blocks._replace(columns=SMALLEST)
+    if kind != "sums":
+        turned = kind == "turned"
+        return multiply_rows(a, b, sizes, turned=turned, dtype=dtype, blocks=blocks)
+    if a.shape[1] % blocks.rows:
+        blocks = blocks._replace(rows=SMALLEST)
+    return sum_rows(a, b, sizes, dtype=dtype, blocks=blocks)
+
+
+def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) -> PyTree:
+    if kind == "sums":
+        shape = (sizes.shape[0], a.shape[1], b.shape[1])
+    else:
+        shape = (a.shape[0], b.shape[2 if kind == "rows" else 1])
+    sharding = NamedSharding(a.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return a.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[PyTree], **params: PyTree
+) -> tuple[Array, PyTree]:
+    a, b, sizes = primals
+    out = grouped_p.bind(a, b, sizes, **params)
+    parts = [
+        grouped_p.bind(*pair, sizes, **params)
+        for i, pair in enumerate(((tangents[0], b), (a, tangents[1])))
+        if type(tangents[i]) is not _jax.Zero
+    ]
+    return out, functools.reduce(lax.add, parts) if parts else zero_tangent(_jax, out)
+
+
+def _transpose(
+    cotangent: PyTree, a: PyTree, b: PyTree, sizes: Array, *, kind: str, dtype: np.dtype
+) -> list[PyTree]:
+    if type(cotangent) is _jax.Zero:
+        return [None, None, None]
+    side = 0 if _jax.is_undefined_primal(a) else 1
+    mine, other = (a, b) if side == 0 else (b, a)
+    other_kind, cotangent_first = _TRANSPOSED[kind][side]
+    # In f32 only if the result was: then its operands are still of 16 bits.
+    pair = convert_dtype(cotangent, other.dtype), other
+    grad = grouped_p.bind(
+        *(pair if cotangent_first else pair[::-1]),
+        sizes,
+        kind=other_kind,
+        dtype=mine.aval.dtype,
+    )
+    return [grad, None, None] if side == 0 else [None, grad, None]
+
+
+def _is_local(context: Any) -> bool:
+    """Returns whether a program is lowered for one device, or for the shards of each."""
+    axes = context.module_context.axis_context
+    manual = getattr(axes, "manual_axes", None)
+    if manual is None:
+        return getattr(axes, "num_devices", 1) == 1
+    return axes.mesh.size == 1 or {*manual} == {*axes.mesh.axis_names}
+
+
+def _on_cuda(context: Any, *operands: object, **params: object) -> object:
+    run = _by_kernel if _is_local(context) else plain
+    lower = _jax.lower_fun(run, multiple_results=False)
+    return lower(context, *operands, **params)
+
+
+grouped_p = define(_jax, GROUPED, _type, plain, multiple_results=False)
+_jax.register_lowering(grouped_p, _on_cuda, platform="cuda")
+_jax.primitive_jvps[grouped_p] = _jvp
+_jax.primitive_transposes[grouped_p] = _transpose
+_jax.primitive_batchers[grouped_p] = lambda operands, dims, **params: (
+    run_each(grouped_p, operands, dims, **params),
+    0,
+)

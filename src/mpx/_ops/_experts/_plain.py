@@ -9,7 +9,7 @@ from jax import Array, lax
 from mpx._jax._compat import convert_dtype
 
 Kind = Literal["rows", "turned", "sums"]
-"""What is multiplied; see `mpx._ops._experts._primitive`."""
+"""What is multiplied; see `mpx._ops._experts._mosaic`."""
 
 # The summed axes of both operands, and the axis of the groups of the second.
 FORMS: dict[Kind, tuple[int, int, tuple[int, ...]]] = {
@@ -99,9 +99,8 @@ class Blocks(NamedTuple):
 
 # With these, 16384 rows times 32 matrices of 2048 × 1024 take 0.13 ms forward and 0.44 with
 # both gradients in bf16 (H200, jax 0.11.2, `python benchmarks/experts.py`); one dense matmul
-# of the same work takes 0.11 and 0.38. `--tune` compares others.
-ROWS = Blocks(128, 128, 64, 4, 8)
-SUMS = Blocks(128, 128, 64, 4, 8)
+# of the same work takes 0.11 and 0.38.
+BLOCKS = Blocks(128, 128, 64, 4, 8)
 # Columns of a result, and rows of one that is a sum, are multiples of this.
 SMALLEST = 64
 # H100 and H200 have this many; a smaller GPU runs the rest after the first.
