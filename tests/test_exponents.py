@@ -309,13 +309,6 @@ def test_unknown_format_is_reported(untyped):
         exponent_stats(jnp.ones(1)).flushed("f8")
 
 
-def test_some_leaves_can_be_selected():
-    stats = exponent_stats({"a": jnp.ones(2), "b": {"w": jnp.zeros(3)}})
-    assert stats.select("^b").sizes.tolist() == [3]
-    assert stats.select(lambda name: name == "a").names == ("a",)
-    assert stats.select("nothing").names == ()
-
-
 # --- Pictures -------------------------------------------------------------------------
 
 

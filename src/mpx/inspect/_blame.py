@@ -37,10 +37,6 @@ _MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
 _CANCELS = names("add add_any sub reduce_sum cumsum")
 _ACCUMULATES = names("cumsum cumprod cumlogsumexp reduce_window_sum")
-# Zero goes in, zero comes out.
-_KEEPS_ZERO = SHAPE_ONLY.union(
-    names("sqrt mul convert_element_type square select_n abs")
-)
 
 
 def _threshold(low: Format | None) -> float:
@@ -149,16 +145,17 @@ class Blame:
         return self._errors(self._run(Run(), self._exact, self.format), self.exact)
 
     @functools.cached_property
-    def stable(self) -> list[bool]:
-        """Whether each result is judged: see `_UNSTABLE`."""
-        if not self.format or not self._limit < max(self.errors, default=0) < math.inf:
-            return [True] * len(self.errors)
-        return [not x for x in self._unstable]
-
-    @functools.cached_property
     def _unstable(self) -> list[bool]:
+        """Whether each result is not judged: see `_UNSTABLE`."""
         pairs = zip(self._base, self.is_grad, strict=True)
         return [is_grad and x >= _UNSTABLE for x, is_grad in pairs]
+
+    @property
+    def unstable(self) -> list[str]:
+        """The results that are not judged, although their errors are large."""
+        if not self.format or not self._limit < max(self.errors, default=0) < math.inf:
+            return []
+        return [name for name, x in zip(self.names, self._unstable, strict=True) if x]
 
     @property
     def judgement(self) -> Literal["ok", "inaccurate", "wrong"]:
@@ -168,8 +165,8 @@ class Blame:
         decided = any(x.cause in ("decision", "loop") for x in self.verdicts)
         if broken or decided or self._bad_results(self._measured, limit):
             return "wrong"
-        is_bad = bool(self.verdicts or self._bad_results(self._measured))
-        return "inaccurate" if is_bad else "ok"
+        bad = self.verdicts or self._bad_results(self._measured)
+        return "inaccurate" if bad else "ok"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -204,10 +201,8 @@ class Blame:
             return found
         found = (self._epsilon(found) or found) if found else self._wrong()
         found = found or self._decided()
-        for node, steps, more in self.recording.endless[:1]:
-            text = (
-                f"the loop ends after {steps} steps in f32, but not after {more} here"
-            )
+        for node, n, more in self.recording.endless[:1]:
+            text = f"the loop ends after {n} steps in f32, but not after {more} here"
             found = [*found, Verdict(node, "loop", result=text)]
         return found
 
@@ -265,23 +260,11 @@ class Blame:
         index, node = origin.node, self.nodes[origin.node]
         if origin.constant is not None:
             return index, "constant"
-        in_shadow = self._shadow_has(origin)
-        earlier = None
-        if node.eqn is not None and in_shadow:
-            earlier = self._lost_constant(index)
-        elif node.eqn is not None and node.stats[origin.out].local_is_finite:
+        is_fine = node.eqn is not None and node.stats[origin.out].local_is_finite
+        if is_fine and not self._shadow_has(origin):
             earlier = self._upstream(index)
-        if earlier is None:
-            return index, "origin"
-        return earlier, "constant" if in_shadow else "error"
-
-    def _lost_constant(self, index: int) -> int | None:
-        """Returns the sum with a constant that was flushed to zero, if one led here."""
-        before = self._through(index, lambda x: not x.eqn or x.primitive in _KEEPS_ZERO)
-        for current, node in itertools.islice(before, 20):
-            if 0 in node.written and node.format and node.primitive in ("add", "max"):
-                return current
-        return None
+            return (index, "origin") if earlier is None else (earlier, "error")
+        return index, "origin"
 
     def _through(
         self, index: int, passes: Callable[[Node], bool]
@@ -298,7 +281,7 @@ class Blame:
             # One number that has lost its digits by cancellation suffices.
             worst = max((x.worst for x in node.stats), default=0.0)
             cancels = node.format and node.primitive in _CANCELS
-            if self._is_wrong(node) or (cancels and worst > _threshold(node.format)):
+            if _is_wrong(node) or (cancels and worst > _threshold(node.format)):
                 return self._first_of_chain(current)
         return None
 
@@ -306,12 +289,8 @@ class Blame:
         """Follows operands that are wrong back to the first operation with an error."""
         limit = _threshold(self.nodes[index].format)
         chain = self._through(index, lambda x: x.deviates(limit))
-        wrong = (i for i, x in chain if x.deviates(limit) and self._is_wrong(x))
+        wrong = (i for i, x in chain if x.deviates(limit) and _is_wrong(x))
         return min(wrong, default=index)
-
-    def _is_wrong(self, node: Node) -> bool:
-        """Returns whether the error that an operation itself makes is large."""
-        return node.format is not None and node.error > _threshold(node.format)
 
     # --- finite results ---------------------------------------------------------------
 
@@ -324,11 +303,10 @@ class Blame:
         the same decisions.
         """
         own, compiled = (self._errors(x, self.shadow) for x in (self.own, self.actual))
-        jumps = zip(self._own_errors, own, self.errors, compiled, strict=True)
-        pairs = zip(self.is_grad, jumps, strict=True)
+        errors = self._own_errors, own, self.errors, compiled
         return [
             max(min(a, b), min(c, d)) if is_grad else max(a, c)
-            for is_grad, (a, b, c, d) in pairs
+            for is_grad, a, b, c, d in zip(self.is_grad, *errors, strict=True)
         ]
 
     def _wrong(self) -> list[Verdict]:
@@ -366,7 +344,7 @@ class Blame:
         """Returns the sites whose own error is large, each with its first such node."""
         found: dict[Site, int] = {}
         for index in self._live:
-            if self._is_wrong(self.nodes[index]):
+            if _is_wrong(self.nodes[index]):
                 first = self._first_of_chain(index)
                 found.setdefault(self.recording.site(first), first)
         return sorted(found.items(), key=lambda x: x[1])
@@ -440,12 +418,9 @@ class Blame:
         limit = self._limit if limit is None else limit
         if self.format is None or max(errors, default=0.0) <= limit:
             return []
-        rows = enumerate(zip(errors, self._base, self._unstable, strict=True))
-        return [
-            i
-            for i, (x, base, unstable) in rows
-            if x > max(limit, _CONDITION * base) and not unstable
-        ]
+        rows = zip(errors, self._base, self._unstable, strict=True)
+        bad = [x > max(limit, _CONDITION * y) and not z for x, y, z in rows]
+        return [i for i, is_bad in enumerate(bad) if is_bad]
 
     def _errors(self, outs: Arrays, wanted: Arrays) -> list[float]:
         """Returns the norms of the errors relative to those of the results in f32."""
@@ -466,6 +441,11 @@ def _norm(x: Numbers) -> float:
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
 
 
+def _is_wrong(node: Node) -> bool:
+    """Returns whether the error that an operation itself makes is large."""
+    return node.format is not None and node.error > _threshold(node.format)
+
+
 def _is_epsilon(node: Node) -> bool:
     """Returns whether a small number in the code is what keeps a result from zero."""
     small = [abs(x) for x in node.written if abs(x) < EPSILON]
@@ -477,14 +457,12 @@ def _is_epsilon(node: Node) -> bool:
 
 # --- Origins of numbers that are not finite -------------------------------------------
 
-_ELEMENTWISE = frozenset(
-    names(
-        "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
-        "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
-        "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
-        "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
-        "sign sin sinh sqrt square stop_gradient sub tan tanh"
-    )
+_ELEMENTWISE = names(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
+    "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
+    "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
+    "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
+    "sign sin sinh sqrt square stop_gradient sub tan tanh"
 )
 # Their results are numbers of their operands.
 _KEEPS_CLASS = SHAPE_ONLY.union(

@@ -1,12 +1,9 @@
 """A recorder for training loops: what a step observes of itself, kept and shown."""
 
 import dataclasses
-import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +24,10 @@ from mpx._jax._tree import (
 )
 from mpx._jax._warn import warn
 from mpx.inspect._exponents import ExponentStats, exponent_stats
-from mpx.inspect._page import Timeline, write_page
 from mpx.inspect._result import Result, Table, percent
 
-AMAXES = ("activation", "weight", "gradient")
-FORMATS_LOST = ("f16", "e5m2", "e4m3")
-Groups = Callable[[str], str]
+_AMAXES = ("activation", "weight", "gradient")
+_FORMATS = ("f16", "e5m2", "e4m3")  # whose underflow is recorded
 Write = Callable[[int, Mapping[str, float]], object]
 
 # --- In the jitted step ---------------------------------------------------------------
@@ -90,9 +85,8 @@ def observe(
         loss: The loss, if there is no `result`.
         grads: The gradients, if there is no `result`.
         finite: Whether the step was taken; by default, whether the gradients are finite.
-        scaling: The loss scaling with which the step was taken. A `result` holds that of
-            the next step, from which the recorder knows the scale of all steps but the
-            first.
+        scaling: The loss scaling with which the step was taken. Without it, the scale of
+            the first step is not known.
         fp8: The state of delayed scaling, if there is no `result`.
         before: The parameters before the step, to find those that do not move. For a
             compressed optimizer these are `mpx.optim.master_params(params, state)`.
@@ -258,23 +252,18 @@ def _as_writers(writer: PyTree) -> list[Write]:
 class Watch:
     """Records the steps of a training loop; `watch` is another name for it.
 
-    It records the loss, the loss scale, skipped steps and the gradient that caused each,
-    gradient norms, the share of gradients that would be flushed to zero, weights that do
-    not move, and the magnitudes of delayed scaling.
-
     `observe` belongs inside the jitted step and `record` into the loop. `record` keeps
     arrays that may not be computed yet, and fetches them every few steps, so that the
-    host does not wait for the device at each.
+    host does not wait for the device at each. The guide "Watch a run" lists what is
+    recorded.
 
     Args:
         writer: Gets the numbers of each step, when they are fetched: a
             `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
             or a list of them.
         every: How many steps are kept before they are fetched from the device.
-        groups: How many parts of a parameter's path make its group, or a function from
-            the path to the name of the group.
+        groups: How many parts of a parameter's path make its group.
         stalled_after: Warns if no step was taken for this many steps.
-        title: The title of the page.
 
     Raises:
         TypeError: If `writer` is none of these.
@@ -303,17 +292,15 @@ class Watch:
         writer: object = None,
         *,
         every: int = 50,
-        groups: int | Groups = 2,
+        groups: int = 2,
         stalled_after: int = 100,
-        title: str = "Training run",
     ) -> None:
         self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
-        self._groups = groups
+        self._groups = as_count(groups, "groups", at_least=1)
         self._pending: list[tuple[int, Observation]] = []
-        self.timeline = Timeline()
-        self.title = title
+        self._steps = self._skipped = 0
         self.skips: list[Skip] = []
         self.notes: dict[str, str] = {}
         self._idle = self._next = 0
@@ -327,17 +314,12 @@ class Watch:
         Args:
             observation: What `observe` returned; or the observations of several steps,
                 as `lax.scan` stacks them.
-            step: The number of the step; by default, one more than the last. If it is not
-                beyond the last, as after a restart from a checkpoint, what was recorded
-                from there on is replaced. In a long run, a few steps before it may be
-                dropped, too: those that share a point of the curves with it.
+            step: The number of the step; by default, one more than the last. It may be
+                smaller, as after a restart from a checkpoint.
         """
         step = self._next if step is None else int(step)
         if step < self._next:
             self.flush()
-            self.timeline.forget_from(step)
-            last = max(self.timeline.ends, default=-1)
-            self.skips = [skip for skip in self.skips if skip.step <= last]
             self._idle, self._scale = 0, math.nan
         self._next = step + math.prod(observation.finite.shape)
         self._pending.append((step, observation))
@@ -383,11 +365,11 @@ class Watch:
             numbers |= self._parameters(seen)
             self.exponents = seen.grads or self.exponents
         for key, amaxes in seen.amaxes.items():
-            values = zip(AMAXES, np.asarray(amaxes).tolist(), strict=True)
+            values = zip(_AMAXES, np.asarray(amaxes).tolist(), strict=True)
             numbers |= {f"amax/{key}/{kind}": value for kind, value in values}
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
-        self.timeline.add(step, numbers)
         self._latest |= numbers
+        self._steps += 1
         if finite:
             self._idle = 0
         else:
@@ -405,8 +387,6 @@ class Watch:
 
     def _group(self, name: str) -> str:
         """Returns the group of a leaf: the first parts of its path, without the last."""
-        if not isinstance(self._groups, int):
-            return self._groups(name)
         parts = name.split("/")
         return "/".join(parts[: max(1, min(self._groups, len(parts) - 1))])
 
@@ -419,7 +399,7 @@ class Watch:
         numbers = {"grad_norm": math.hypot(*groups.values())}
         numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
         sizes = stats.sizes - stats.zeros - stats.nonfinite
-        for name in FORMATS_LOST:
+        for name in _FORMATS:
             lost = stats.flushed(name, scale) @ sizes
             numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
         numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
@@ -443,6 +423,7 @@ class Watch:
     def _note_skip(self, skip: Skip) -> None:
         """Notes a step that was not taken, and a run that stands still."""
         self._idle += 1
+        self._skipped += 1
         self.skips = [*self.skips[-999:], skip]
         if self._idle != self._stalled_after:
             return
@@ -468,65 +449,16 @@ class Watch:
                 "use `mpx.optim.master_weights` or a compressed optimizer."
             )
 
-    @property
-    def steps(self) -> int:
-        """The number of steps that were recorded and fetched."""
-        return sum(int(x[0]) for x in self.timeline.curves.get("skipped", []) if x)
-
-    @property
-    def skipped(self) -> int:
-        """How many of them were not taken."""
-        return sum(int(x[1]) for x in self.timeline.curves.get("skipped", []) if x)
-
     def summary(self) -> RunSummary:
         """Returns what has been seen so far; waits for the steps that were recorded."""
         self.flush()
         return RunSummary(
-            steps=self.steps,
-            skipped=self.skipped,
+            steps=self._steps,
+            skipped=self._skipped,
             skips=tuple(self.skips),
             numbers=dict(self._latest),
             notes=tuple(self.notes.values()),
         )
-
-    def page(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a page with the curves and the exponents, and returns its path.
-
-        It is one file, which needs no server and no network.
-        """
-        tables = list(self.summary().tables())
-        del tables[1:2]  # the numbers, which the curves show
-        if self.exponents is not None:
-            scale = self._latest.get("loss_scaling", 1.0)
-            tables += self.exponents.tables(scale=scale)
-        return write_page(Path(path), self.title, self.timeline, tables)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves what has been recorded as JSON, beside a checkpoint; see `load`.
-
-        The file is replaced at once: it is the old or the new one, also after a crash.
-        """
-        self.flush()
-        fields = {name: getattr(self, name) for name in _SAVED}
-        fields |= {"timeline": vars(self.timeline)}
-        fields |= {"skips": [dataclasses.asdict(skip) for skip in self.skips]}
-        path = Path(path)
-        # A file that was cut off by a crash would hide the one before it.
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        try:
-            new.write_text(json.dumps(fields), encoding="utf-8")
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
-
-    def load(self, path: str | os.PathLike[str]) -> "Watch":
-        """Goes on where a saved recorder ended. Returns the recorder itself."""
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        for name in _SAVED:
-            setattr(self, name, fields[name])
-        vars(self.timeline).update(fields["timeline"])
-        self.skips = [Skip(**skip) for skip in fields["skips"]]
-        return self
 
 
 def _single_steps(seen: Observation) -> Iterator[Observation]:
@@ -551,5 +483,4 @@ def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
     return Skip(step, stats.names[i], bad, infs, nans, loss, scale)
 
 
-_SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")
 watch = Watch
