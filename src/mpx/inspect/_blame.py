@@ -276,7 +276,7 @@ class Blame:
 
     def _upstream(self, index: int) -> int | None:
         """Returns the nearest operation before another whose own error is large."""
-        before = self._through(index, lambda x: x.deviates(0))
+        before = self._through(index, lambda x: x.deviation > 0)
         for current, node in itertools.islice(before, 1, 400):
             # One number that has lost its digits by cancellation suffices.
             worst = max((x.worst for x in node.stats), default=0.0)
@@ -288,8 +288,8 @@ class Blame:
     def _first_of_chain(self, index: int) -> int:
         """Follows operands that are wrong back to the first operation with an error."""
         limit = _threshold(self.nodes[index].format)
-        chain = self._through(index, lambda x: x.deviates(limit))
-        wrong = (i for i, x in chain if x.deviates(limit) and _is_wrong(x))
+        chain = self._through(index, lambda x: x.deviation > limit)
+        wrong = (i for i, x in chain if x.deviation > limit and _is_wrong(x))
         return min(wrong, default=index)
 
     # --- finite results ---------------------------------------------------------------

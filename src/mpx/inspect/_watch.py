@@ -262,7 +262,6 @@ class Watch:
             `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
             or a list of them.
         every: How many steps are kept before they are fetched from the device.
-        groups: How many parts of a parameter's path make its group.
         stalled_after: Warns if no step was taken for this many steps.
 
     Raises:
@@ -292,13 +291,11 @@ class Watch:
         writer: object = None,
         *,
         every: int = 50,
-        groups: int = 2,
         stalled_after: int = 100,
     ) -> None:
         self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
-        self._groups = as_count(groups, "groups", at_least=1)
         self._pending: list[tuple[int, Observation]] = []
         self._steps = self._skipped = 0
         self.skips: list[Skip] = []
@@ -385,16 +382,11 @@ class Watch:
             return float(seen.scale)
         return following if math.isnan(before) else before
 
-    def _group(self, name: str) -> str:
-        """Returns the group of a leaf: the first parts of its path, without the last."""
-        parts = name.split("/")
-        return "/".join(parts[: max(1, min(self._groups, len(parts) - 1))])
-
     def _gradients(self, stats: ExponentStats, scale: float) -> dict[str, float]:
         """Returns norms, and the shares that are zero or would be."""
         groups: dict[str, float] = {}
         for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
-            group = self._group(name)
+            group = _group(name)
             groups[group] = math.hypot(groups.get(group, 0.0), norm)
         numbers = {"grad_norm": math.hypot(*groups.values())}
         numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
@@ -413,7 +405,7 @@ class Watch:
         groups: dict[str, list[tuple[float, float]]] = {}
         for name, share in seen.stuck.items():
             size = max(sizes.get(name, 1), 1)
-            for key in (f"stuck/{self._group(name)}", "stuck"):
+            for key in (f"stuck/{_group(name)}", "stuck"):
                 groups.setdefault(key, []).append((float(share) * size, size))
         return {
             key: sum(stuck for stuck, _ in pairs) / sum(size for _, size in pairs)
@@ -459,6 +451,12 @@ class Watch:
             numbers=dict(self._latest),
             notes=tuple(self.notes.values()),
         )
+
+
+def _group(name: str) -> str:
+    """Returns the group of a leaf: up to two parts of its path, without the last."""
+    parts = name.split("/")
+    return "/".join(parts[: max(1, min(2, len(parts) - 1))])
 
 
 def _single_steps(seen: Observation) -> Iterator[Observation]:
