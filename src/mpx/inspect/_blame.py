@@ -6,7 +6,6 @@ alone, with everything else in f32, makes a result wrong.
 """
 
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,7 +102,8 @@ class Blame:
         pairs = zip(labels, values, strict=True)
         kept = [(name, x.ref) for name, x in pairs if is_float(x.lanes[0])]
         self.names, self._refs = [name for name, _ in kept], [ref for _, ref in kept]
-        self.is_grad = [name.startswith("gradient") for name in self.names]
+        is_grad = [name.startswith("gradient") for name in self.names]
+        self.is_grad = np.array(is_grad, bool)
         starts = [ref[0] for ref in self._refs]
         self._live = sorted(self.recording.before(starts))
         self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
@@ -126,41 +126,40 @@ class Blame:
             inputs.append(Value((x,)))
         return _floats(x.lanes[0] for x in run(program.jaxpr, inputs))
 
-    def _norms(self) -> list[float]:
+    def _norms(self) -> np.ndarray:
         """Returns what errors are relative to: the norms of the results in f32.
 
         A gradient of zeros is measured against the other gradients. Beside a loss of zero,
         any error is large.
         """
-        sizes = [_norm(x[np.isfinite(x)]) for x in self.exact]
-        pairs = list(zip(sizes, self.is_grad, strict=True))
-        every = math.hypot(*(size for size, is_grad in pairs if is_grad))
-        return [size or (every if is_grad else 0.0) or 1e-45 for size, is_grad in pairs]
+        sizes = np.array([_norm(x[np.isfinite(x)]) for x in self.exact], np.float64)
+        every = np.linalg.norm(sizes[self.is_grad])
+        sizes = np.where((sizes == 0) & self.is_grad, every, sizes)
+        return np.where(sizes == 0, 1e-45, sizes)
 
     # --- the judgement ----------------------------------------------------------------
 
     @functools.cached_property
-    def _base(self) -> list[float]:
+    def _base(self) -> np.ndarray:
         """The change of each result that one rounding of the parameters causes."""
         return self._errors(self._run(Run(), self._exact, self.format), self.exact)
 
-    @functools.cached_property
-    def _unstable(self) -> list[bool]:
+    @property
+    def _unstable(self) -> np.ndarray:
         """Whether each result is not judged: see `_UNSTABLE`."""
-        pairs = zip(self._base, self.is_grad, strict=True)
-        return [is_grad and x >= _UNSTABLE for x, is_grad in pairs]
+        return self.is_grad & (self._base >= _UNSTABLE)
 
     @property
     def unstable(self) -> list[str]:
-        """The results that are not judged, although their errors are large."""
-        if not self.format or not self._limit < max(self.errors, default=0) < math.inf:
+        """The results that are not judged, although errors are large."""
+        if not self.format or not self._limit < self.errors.max(initial=0) < math.inf:
             return []
         return [name for name, x in zip(self.names, self._unstable, strict=True) if x]
 
     @property
     def judgement(self) -> Literal["ok", "inaccurate", "wrong"]:
         """How bad it is."""
-        broken = not all(map(math.isfinite, (*self.errors, *self._own_errors)))
+        broken = not np.isfinite([self.errors, self._own_errors]).all()
         limit = max(_threshold(self.format), _NOTICEABLE) if self.format else 0.0
         decided = any(x.cause in ("decision", "loop") for x in self.verdicts)
         if broken or decided or self._bad_results(self._measured, limit):
@@ -173,8 +172,8 @@ class Blame:
         """What else there is to know."""
         if self.recording.endless:
             return ("the compiled function was not run: its loop may not end",)
-        bad, compiled = self._bad_results(self._measured), max(self.errors, default=0.0)
-        if not bad and compiled > self._limit >= max(self._measured):
+        bad, compiled = self._bad_results(self._measured), self.errors.max(initial=0)
+        if not bad and compiled > self._limit >= self._measured.max():
             return (
                 "gradients differ because comparisons of nearly equal numbers, as in a relu, "
                 "fall differently than in f32; with the same decisions they agree",
@@ -215,7 +214,7 @@ class Blame:
         that a mask means.
         """
         is_finite = all(np.isfinite(x).all() for x in self.shadow)
-        rows = [(self._shadow_has(x), x) for x in _Trace(self.recording)(self._refs)]
+        rows = [(self._shadow_has(x), x) for x in _origins(self.recording, self._refs)]
         if is_finite and not all(has for has, _ in rows):
             rows = [row for row in rows if not row[0]]
         rows.sort(key=lambda x: (not x[0], x[0] and x[1].constant is not None))
@@ -295,25 +294,29 @@ class Blame:
     # --- finite results ---------------------------------------------------------------
 
     @functools.cached_property
-    def _measured(self) -> list[float]:
+    def _measured(self) -> np.ndarray:
         """The error of each result, compiled or operation by operation.
 
         Where a comparison of nearly equal numbers falls differently than in f32, gradients
         jump in any format. The smaller distance counts, that from f32 or that from f32 with
         the same decisions.
         """
-        own, compiled = (self._errors(x, self.shadow) for x in (self.own, self.actual))
-        errors = self._own_errors, own, self.errors, compiled
-        return [
-            max(min(a, b), min(c, d)) if is_grad else max(a, c)
-            for is_grad, a, b, c, d in zip(self.is_grad, *errors, strict=True)
-        ]
+        outs, far = [self.own, self.actual], [self._own_errors, self.errors]
+        near = np.minimum([self._errors(x, self.shadow) for x in outs], far)
+        return np.where(self.is_grad, near, far).max(0)
 
     def _wrong(self) -> list[Verdict]:
         """Looks for sites that make finite results wrong."""
         bad = self._bad_results(self._measured)
+        if not bad:
+            return []
+        first: dict[Site, int] = {}  # the first node of each site with a large error
+        for index in self._live:
+            if _is_wrong(self.nodes[index]):
+                start = self._first_of_chain(index)
+                first.setdefault(self.recording.site(start), start)
         found: list[Verdict] = []
-        for site, index in self._suspects()[:_MOST_SITES] if bad else ():
+        for site, index in sorted(first.items(), key=lambda x: x[1])[:_MOST_SITES]:
             verdict = self._alone([site], index, "error")
             found += [self._running_sum(verdict) or verdict] if verdict else []
         return found[:_MOST_FOUND] or self._search(bad)
@@ -340,15 +343,6 @@ class Blame:
                 return [Verdict(index, "decision", None, change, self.names[0])]
         return []
 
-    def _suspects(self) -> list[tuple[Site, int]]:
-        """Returns the sites whose own error is large, each with its first such node."""
-        found: dict[Site, int] = {}
-        for index in self._live:
-            if _is_wrong(self.nodes[index]):
-                first = self._first_of_chain(index)
-                found.setdefault(self.recording.site(first), first)
-        return sorted(found.items(), key=lambda x: x[1])
-
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
         """Looks for the site that contributes most to the errors of some results.
 
@@ -363,12 +357,11 @@ class Blame:
                 if site not in last or not (is_cast or only_moves(node.eqn)):
                     last[site] = index
         sites = list(last)
-        if not bad or not sites:
+        if not sites:
             return []
 
         def share(part: Sequence[Site]) -> float:
-            errors = self._with(part)
-            return max(errors[i] for i in bad)
+            return float(self._with(part)[bad].max())
 
         limit = max(share(sites) / 2, self._limit)
         while len(sites) > 1:
@@ -388,12 +381,11 @@ class Blame:
             bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
-        largest = max(errors[i] for i in bad)
-        worst = next(i for i in bad if errors[i] >= 0.9 * largest)
-        share = (self.errors if self._in_turn else errors)[worst]
+        worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
+        share = float((self.errors if self._in_turn else errors)[worst])
         return Verdict(index, cause, None, share, self.names[worst])
 
-    def _with(self, sites: Sequence[Site]) -> list[float]:
+    def _with(self, sites: Sequence[Site]) -> np.ndarray:
         """Returns the errors of the results with only some sites in low precision."""
         low = set(sites).__contains__
         run = Run(low, recording=self.recording, in_turn=self._in_turn)
@@ -411,23 +403,19 @@ class Blame:
         is_fp8 = self.format is not None and self.format.bits == 8
         return _INACCURATE_FP8 if is_fp8 else _INACCURATE
 
-    def _bad_results(
-        self, errors: Sequence[float], limit: float | None = None
-    ) -> list[int]:
+    def _bad_results(self, errors: np.ndarray, limit: float | None = None) -> list[int]:
         """Returns which results are further from f32 than the format explains."""
         limit = self._limit if limit is None else limit
-        if self.format is None or max(errors, default=0.0) <= limit:
+        if self.format is None or errors.max(initial=0) <= limit:
             return []
-        rows = zip(errors, self._base, self._unstable, strict=True)
-        bad = [x > max(limit, _CONDITION * y) and not z for x, y, z in rows]
-        return [i for i, is_bad in enumerate(bad) if is_bad]
+        is_bad = errors > np.maximum(limit, _CONDITION * self._base)
+        return np.flatnonzero(is_bad & ~self._unstable).tolist()
 
-    def _errors(self, outs: Arrays, wanted: Arrays) -> list[float]:
+    def _errors(self, outs: Arrays, wanted: Arrays) -> np.ndarray:
         """Returns the norms of the errors relative to those of the results in f32."""
-        return [
-            _norm(x - np.where(np.isfinite(y), y, x)) / size
-            for x, y, size in zip(outs, wanted, self._sizes, strict=True)
-        ]
+        pairs = zip(outs, wanted, strict=True)
+        norms = [_norm(x - np.where(np.isfinite(y), y, x)) for x, y in pairs]
+        return np.array(norms, np.float64) / self._sizes
 
 
 def _floats(outs: Iterable[Any]) -> list[Numbers]:
@@ -473,106 +461,97 @@ _KEEPS_CLASS = SHAPE_ONLY.union(
 )
 
 
-class _Trace:
-    """A walk back from results that are not finite.
+def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
+    """Returns where the numbers of some results that are not finite come from.
 
-    Each number is followed through the operands that are not finite either, one by one where
+    Each is followed back through the operands that are not finite either, one by one where
     the operation is element-wise. What does not reach the results, such as the minus
     infinity of a mask that a softmax removes, is not found.
     """
+    wanted, readers, found = dict[Ref, Numbers](), dict[int, int](), list[Origin]()
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording, self._nodes = recording, recording.nodes
-        self._wanted: dict[int, dict[int, Numbers]] = {}
-        self._queue: list[int] = []
-        self._readers: dict[int, int] = {}
+    def want(ref: Ref, where: Numbers, reader: int) -> None:
+        if where.any():
+            readers.setdefault(ref[0], reader)
+            wanted[ref] = np.asarray(where | wanted.get(ref, False))
 
-    def __call__(self, starts: Iterable[Ref]) -> list[Origin]:
-        """Returns where the numbers of some results that are not finite come from."""
-        for ref in starts:
-            classes = self._recording.stats(ref).classes
-            if classes is not None:
-                self._want(ref, classes != 0, -1)
-        found = []
-        while self._queue:
-            index = -heapq.heappop(self._queue)
-            follow = self._parts if self._nodes[index].eqn is None else self._operands
-            for out, where in self._wanted[index].items():
-                left = follow(index, out, where)
-                if left.any():
-                    found.append(self._origin(index, out, left))
-        return sorted(found, key=lambda x: x.node)
-
-    def _want(self, ref: Ref, where: Numbers, reader: int) -> None:
-        """Asks for some numbers of a value, on behalf of a node."""
-        index, out = ref
-        if index not in self._wanted:
-            self._wanted[index] = {}
-            heapq.heappush(self._queue, -index)
-            self._readers[index] = reader
-        seen = self._wanted[index].get(out)
-        self._wanted[index][out] = np.asarray(where if seen is None else seen | where)
-
-    def _origin(self, index: int, out: int, where: Numbers) -> Origin:
-        """Returns an origin; that of a constant is where it is first computed with."""
-        constant, reader = None, index
-        while reader >= 0 and self._nodes[reader].eqn is not None:
-            node = self._nodes[reader]
-            rounded = node.primitive == "convert_element_type"
-            written = [x for x in node.written if rounded or not np.isfinite(x)]
-            if written:
-                constant = written[0]
-            if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
-                break
-            reader = self._readers[reader]
-        if constant is not None and reader >= 0:
-            index, out = reader, 0
-            classes = self._nodes[index].stats[0].classes
-            where = np.ones((), bool) if classes is None else classes != 0
-        return Origin(index, out, where, constant)
-
-    def _operands(self, index: int, out: int, where: Numbers) -> Numbers:
-        """Asks for operands that explain some numbers; returns those that none does."""
-        node = self._nodes[index]
-        classes = node.stats[out].classes
-        assert classes is not None
-        keeps = node.primitive in _KEEPS_CLASS
-        here = np.unique(classes[where])
-        left = np.array(where)
-        for ref in node.parents:
-            theirs = self._recording.stats(ref).classes
-            if theirs is None:
+    for ref in starts:
+        want(ref, _not_finite(recording.stats(ref).classes), -1)
+    for index, node in reversed(list(enumerate(recording.nodes))):
+        for out in range(len(node.stats)):
+            if (index, out) not in wanted:
                 continue
-            if node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
-                hit = where & (theirs == classes if keeps else theirs != 0)
-                left = np.asarray(left & ~hit)
+            left = where = wanted[index, out]
+            parents = [ref for ref in node.parents if ref[0] >= 0]
+            classes = [recording.stats(ref).classes for ref in parents]
+            if node.eqn is None:
+                hits, left = _parts(node, where, classes), where & (not parents)
             else:
-                hit = same = np.isin(theirs, here)
-                if not keeps and NAN in here:
-                    same = theirs == NAN
-                if not keeps:
-                    hit = same if same.any() else theirs != 0
-                left = np.zeros_like(left) if hit.any() else left
-            if hit.any():
-                self._want(ref, hit, index)
-        return left
+                hits, left = _operands(node, out, where, classes)
+            for ref, hit in zip(parents, hits, strict=True):
+                want(ref, hit, index)
+            if left.any():
+                found.append(_origin(recording.nodes, readers, index, out, left))
+    return sorted(found, key=lambda x: x.node)
 
-    def _parts(self, index: int, out: int, where: Numbers) -> Numbers:
-        """Follows a part of another value, or a value that was stacked."""
-        node = self._nodes[index]
-        known = [(i, ref) for i, ref in enumerate(node.parents) if ref[0] >= 0]
-        for i, ref in known:
-            theirs = self._recording.stats(ref).classes
-            if theirs is None:
-                continue
-            hit = theirs != 0
-            if node.part is None and theirs.shape == where[i].shape:
-                hit = where[i]
-            elif node.part not in (None, SHARDS):
-                some = np.zeros(theirs.shape, bool)
-                if some[node.part].shape == where.shape:
-                    some[node.part] = where
-                    hit = hit & some
-            if hit.any():
-                self._want(ref, np.asarray(hit), index)
-        return np.zeros_like(where) if known else where
+
+def _not_finite(classes: Numbers | None) -> Numbers:
+    return np.zeros((), bool) if classes is None else np.asarray(classes != 0)
+
+
+def _origin(
+    nodes: Sequence[Node], readers: dict[int, int], index: int, out: int, where: Numbers
+) -> Origin:
+    """Returns an origin; that of a constant is where it is first computed with."""
+    constant, reader = None, index
+    while reader >= 0 and nodes[reader].eqn is not None:
+        node = nodes[reader]
+        rounded = node.primitive == "convert_element_type"
+        written = [x for x in node.written if rounded or not np.isfinite(x)]
+        if written:
+            constant = written[0]
+        if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
+            break
+        reader = readers[reader]
+    if constant is not None and reader >= 0:
+        classes = nodes[reader].stats[0].classes
+        where = np.ones((), bool) if classes is None else classes != 0
+        index, out = reader, 0
+    return Origin(index, out, where, constant)
+
+
+def _operands(
+    node: Node, out: int, where: Numbers, operands: Sequence[Numbers | None]
+) -> tuple[list[Numbers], Numbers]:
+    """Returns the numbers of operands that explain some, and those that none explains."""
+    classes, hits, left = node.stats[out].classes, list[Numbers](), where
+    assert classes is not None
+    keeps, here = node.primitive in _KEEPS_CLASS, np.unique(classes[where])
+    for theirs in operands:
+        hit = _not_finite(theirs)
+        if theirs is None:
+            pass
+        elif node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
+            hit = where & (theirs == classes if keeps else hit)
+            left = np.asarray(left & ~hit)
+        else:
+            same = theirs == NAN if NAN in here and not keeps else np.isin(theirs, here)
+            hit = same if keeps or same.any() else hit
+            left = np.zeros_like(left) if hit.any() else left
+        hits.append(hit)
+    return hits, left
+
+
+def _parts(
+    node: Node, where: Numbers, parents: Sequence[Numbers | None]
+) -> list[Numbers]:
+    """Returns the numbers that a part of another value has, or that were stacked."""
+    hits = [_not_finite(theirs) for theirs in parents]
+    for i, hit in enumerate(hits):
+        if node.part is None and hit.shape == where[i].shape:
+            hits[i] = hit & where[i]
+        elif node.part not in (None, SHARDS) and hit.shape[1:] == where.shape:
+            some = np.zeros_like(hit)
+            some[node.part] = where
+            hits[i] = hit & some
+    return hits

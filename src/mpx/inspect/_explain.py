@@ -498,16 +498,17 @@ def _cpu() -> Any:
 def _explanation(blame: Blame, reader: _Reader, whole: Program) -> Explanation:
     fault, *others = [reader.finding(x) for x in blame.verdicts] or [None]
     known = [whole.names[i] for i in whole.params] if any(blame.is_grad) else []
+    errors, judgement = blame.errors.tolist(), blame.judgement
     formats = {x.format.name for x in blame.nodes if x.format is not None}
     return Explanation(
-        ok=blame.judgement == "ok",
-        verdict=blame.judgement,
+        ok=judgement == "ok",
+        verdict=judgement,
         fault=fault,
         others=tuple(filter(None, others)),
         loss=_first(blame.actual),
         loss_in_f32=_first(blame.exact),
-        loss_error=blame.errors[0] if "loss" in blame.names[:1] else 0.0,
-        grad_errors=dict(zip(map(str, known), blame.errors[1:], strict=False)),
+        loss_error=errors[0] if "loss" in blame.names[:1] else 0.0,
+        grad_errors=dict(zip(map(str, known), errors[1:], strict=False)),
         unstable=tuple(str(x) for x in known if _grad_of(x) in blame.unstable),
         formats=tuple(sorted(formats)),
         equations=sum(x.eqn is not None for x in blame.nodes),
