@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from mpx.inspect import ExponentStats, _counting, exponent_stats, plot_exponents
 from mpx.inspect._counting import (
     BINS,
-    Tuning,
     add_up,
     as_integers,
     carried,
@@ -133,9 +132,8 @@ def test_finite_flags_agree_with_the_counts():
 def test_the_kernel_counts_as_numpy_does():
     leaves = [values((7, 33)), values((11,), "f16"), values((231,)), values((21, 11))]
     leaves += [values((2, 128), "bf16"), np.zeros(300, np.float32)]
-    counts, squares = count_local(
-        [jnp.asarray(x) for x in leaves], Tuning(32, 4, batch=2), interpret=True
-    )
+    leaves += [values((2048,)), *(values((1500,)) for _ in range(9))]
+    counts, squares = count_local([jnp.asarray(x) for x in leaves], interpret=True)
     np.testing.assert_array_equal(counts, [expected(x) for x in leaves])
     with np.errstate(over="ignore", invalid="ignore"):
         sums = [np.sum(x.astype(np.float32) ** 2) for x in leaves]

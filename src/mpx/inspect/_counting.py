@@ -9,7 +9,7 @@ the sum over many steps, may have more than 2³¹ values.
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,11 +102,15 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
         return jnp.zeros((0, BINS, 2), jnp.int32), jnp.zeros(0, jnp.float32)
     parts = []
     for key, indices in groups.items():
-        in_kernel = isinstance(key, Mesh | AbstractMesh)
-        if in_kernel:  # those that share a launch side by side
+        if isinstance(key, Mesh | AbstractMesh):
+            # Those that share a launch are side by side.
             indices.sort(key=lambda i: (leaves[i].size, leaves[i].dtype.name))
-        counted = _count_in_kernel if in_kernel else _count_alike
-        parts.append(counted([leaves[i] for i in indices]))
+            parts.append(_count_in_kernel([leaves[i] for i in indices]))
+        elif len(indices) > 1:
+            parts.append(jax.vmap(_count_leaf)(jnp.stack([leaves[i] for i in indices])))
+        else:
+            counts, squares = _count_leaf(leaves[indices[0]])
+            parts.append((counts[None], squares[None]))
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     order = np.argsort([i for group in groups.values() for i in group])
     return counts[order], squares[order]
@@ -124,14 +128,6 @@ def _group_of(index: int, x: Array) -> Hashable:
     if runs_triton and fits and private("kernels") is not None:
         return index if reason_against_shards(x) else jax.typeof(x).sharding.mesh
     return index
-
-
-def _count_alike(leaves: Sequence[Array]) -> tuple[Array, Array]:
-    """Counts leaves of one type, each for itself, in plain JAX."""
-    if len(leaves) > 1:
-        return jax.vmap(_count_leaf)(jnp.stack(leaves))
-    counts, squares = _count_leaf(leaves[0])
-    return counts[None], squares[None]
 
 
 # Under jit, so that leaves of equal types are traced and lowered once.
@@ -258,29 +254,17 @@ WORDS = -(-BINS // 4)
 WIDTH = 1 << (2 * WORDS - 1).bit_length()
 
 
-class Tuning(NamedTuple):
-    """How values are cut into programs."""
-
-    lanes: int = 64  # values in one load, a power of two
-    loads: int = 16  # of a program, at most 255
-    warps: int = 1
-    batch: int = 8  # arrays of one size in a launch: one alone does not occupy a GPU
-
-    @property
-    def chunk(self) -> int:
-        """The number of values of a program."""
-        return self.lanes * self.loads
-
-
 # The gradients of ViT-Base, 87 M values in 200 leaves, on an H200: 0.49 ms, with 128 lanes
 # 0.57 ms, with 32 loads 0.59 ms; a finite check takes 0.46 ms. All bins instead of those
 # between the extremes took 0.65 ms, leaves one by one 1.4 ms. 24 leaves in a launch take
 # 0.41 ms, but compile for 13 s instead of 4.
-TUNING = Tuning()
+LANES = 64  # values in one load, a power of two
+LOADS = 16  # of a program, at most 255
+BATCH = 8  # arrays of one size in a launch: one alone does not occupy a GPU
 
 
 def count_local(
-    leaves: Sequence[Array], tuning: Tuning = TUNING, *, interpret: bool = False
+    leaves: Sequence[Array], *, interpret: bool = False
 ) -> tuple[Array, Array]:
     """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32.
 
@@ -289,24 +273,21 @@ def count_local(
     parts = []
     for _, alike in itertools.groupby(leaves, lambda x: (x.size, x.dtype)):
         flat = [x.reshape(-1) for x in alike]
-        for start in range(0, len(flat), tuning.batch):
-            batch = flat[start : start + tuning.batch]
-            parts.append(_launch(batch, tuning=tuning, interpret=interpret))
+        for start in range(0, len(flat), BATCH):
+            parts.append(_launch(flat[start : start + BATCH], interpret=interpret))
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     return counts, squares
 
 
 # Under jit, so that batches of equal types are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
-def _launch(
-    leaves: Sequence[Array], *, tuning: Tuning, interpret: bool
-) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnames="interpret")
+def _launch(leaves: Sequence[Array], *, interpret: bool) -> tuple[Array, Array]:
     pl = private("kernels")
     size, count = leaves[0].size, len(leaves)
-    programs = -(-size // tuning.chunk)
+    programs = -(-size // (LANES * LOADS))
     like = struct_like(leaves[0], (count, programs))
     words, squares = pl.pallas_call(
-        functools.partial(_kernel, size=size, tuning=tuning),
+        functools.partial(_kernel, size=size),
         out_shape=[
             like.update(shape=(count, programs, WIDTH), dtype=jnp.int32),
             like.update(dtype=jnp.float32),
@@ -314,7 +295,7 @@ def _launch(
         grid=(programs, count),
         in_specs=[pl.no_block_spec] * count,
         out_specs=[pl.no_block_spec] * 2,
-        compiler_params=pl.CompilerParams(num_warps=tuning.warps, num_stages=1),
+        compiler_params=pl.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="mpx_count_exponents",
     )(*leaves)
@@ -327,18 +308,18 @@ def _launch(
     return counts.at[:, ZERO].set(size - rest), jnp.sum(squares, axis=1)
 
 
-def _kernel(*refs: Any, size: int, tuning: Tuning) -> None:
+def _kernel(*refs: Any, size: int) -> None:
     *x_refs, words_ref, squares_ref = refs
     pl = private("kernels")
-    lanes, program, leaf = tuning.lanes, pl.program_id(0), pl.program_id(1)
-    lane = lax.iota(jnp.int32, lanes)
+    program, leaf = pl.program_id(0), pl.program_id(1)
+    lane = lax.iota(jnp.int32, LANES)
 
     def load(x_ref: Any, first: Array) -> list[Array]:
         found = []
-        for i in range(tuning.loads):
-            start = first + i * lanes
-            part = x_ref.at[pl.ds(start, lanes)]
-            if size % tuning.chunk:
+        for i in range(LOADS):
+            start = first + i * LANES
+            part = x_ref.at[pl.ds(start, LANES)]
+            if size % (LANES * LOADS):
                 zero = jnp.zeros((), x_ref.dtype)
                 found.append(pl.load(part, mask=start + lane < size, other=zero))
             else:
@@ -346,9 +327,9 @@ def _kernel(*refs: Any, size: int, tuning: Tuning) -> None:
         return found
 
     reads = [functools.partial(load, x_ref) for x_ref in x_refs]
-    first = program * tuning.chunk
+    first = program * LANES * LOADS
     found = lax.switch(leaf, reads, first) if len(reads) > 1 else reads[0](first)
-    squares, bins = jnp.zeros(lanes, jnp.float32), []
+    squares, bins = jnp.zeros(LANES, jnp.float32), []
     for x in found:
         wide = x.astype(jnp.float32)
         squares += wide * wide
