@@ -44,8 +44,8 @@ class Observation:
         scale: The loss scale of the step, f32[], or `None` if that is not known.
         scaling: The metrics of the loss scaling for the next step, by name.
         grads: The exponents of the gradients, an `ExponentStats`, or `None`.
-        stuck: By parameter, the share of its numbers that have a gradient and that the
-            step did not change.
+        stuck: By parameter, how many of its numbers have a gradient and were not changed
+            by the step, and how many there are, f32[2].
         amaxes: By matmul in fp8, the newest magnitudes of activation, weight, gradient.
         extra: Other scalars.
     """
@@ -147,7 +147,8 @@ def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
         slope = slopes.get(str(name))
         if slope is not None and jnp.shape(slope) == jnp.shape(old):
             still = still & (jnp.asarray(slope) != 0)
-        found[str(name)] = jnp.mean(still, dtype=jnp.float32)
+        share = jnp.mean(still, dtype=jnp.float32)
+        found[str(name)] = jnp.stack([share, jnp.ones_like(share)]) * still.size
 
     map_with_name(compare, before, after)
     return found
@@ -357,9 +358,9 @@ class Watch:
         if not math.isnan(scale):
             numbers["loss_scaling"] = scale
         if seen.grads is not None:
-            numbers |= self._gradients(seen.grads, 1.0 if math.isnan(scale) else scale)
+            numbers |= _gradients(seen.grads, 1.0 if math.isnan(scale) else scale)
         if finite:
-            numbers |= self._parameters(seen)
+            numbers |= _stuck_shares(seen.stuck)
             self.exponents = seen.grads or self.exponents
         for key, amaxes in seen.amaxes.items():
             values = zip(_AMAXES, np.asarray(amaxes).tolist(), strict=True)
@@ -381,36 +382,6 @@ class Watch:
         if seen.scale is not None:
             return float(seen.scale)
         return following if math.isnan(before) else before
-
-    def _gradients(self, stats: ExponentStats, scale: float) -> dict[str, float]:
-        """Returns norms, and the shares that are zero or would be."""
-        groups: dict[str, float] = {}
-        for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
-            group = _group(name)
-            groups[group] = math.hypot(groups.get(group, 0.0), norm)
-        numbers = {"grad_norm": math.hypot(*groups.values())}
-        numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
-        sizes = stats.sizes - stats.zeros - stats.nonfinite
-        for name in _FORMATS:
-            lost = stats.flushed(name, scale) @ sizes
-            numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
-        numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
-        return numbers
-
-    def _parameters(self, seen: Observation) -> dict[str, float]:
-        """Returns the shares of weights that did not move, of all and by group."""
-        sizes = {}
-        if seen.grads is not None:
-            sizes = dict(zip(seen.grads.names, seen.grads.sizes.tolist(), strict=True))
-        groups: dict[str, list[tuple[float, float]]] = {}
-        for name, share in seen.stuck.items():
-            size = max(sizes.get(name, 1), 1)
-            for key in (f"stuck/{_group(name)}", "stuck"):
-                groups.setdefault(key, []).append((float(share) * size, size))
-        return {
-            key: sum(stuck for stuck, _ in pairs) / sum(size for _, size in pairs)
-            for key, pairs in groups.items()
-        }
 
     def _note_skip(self, skip: Skip) -> None:
         """Notes a step that was not taken, and a run that stands still."""
@@ -457,6 +428,31 @@ def _group(name: str) -> str:
     """Returns the group of a leaf: up to two parts of its path, without the last."""
     parts = name.split("/")
     return "/".join(parts[: max(1, min(2, len(parts) - 1))])
+
+
+def _gradients(stats: ExponentStats, scale: float) -> dict[str, float]:
+    """Returns norms, and the shares that are zero or would be."""
+    groups: dict[str, float] = {}
+    for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
+        group = _group(name)
+        groups[group] = math.hypot(groups.get(group, 0.0), norm)
+    numbers = {"grad_norm": math.hypot(*groups.values())}
+    numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
+    sizes = stats.sizes - stats.zeros - stats.nonfinite
+    for name in _FORMATS:
+        lost = stats.flushed(name, scale) @ sizes
+        numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
+    numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
+    return numbers
+
+
+def _stuck_shares(stuck: Mapping[str, ArrayLike]) -> dict[str, float]:
+    """Returns the shares of weights that did not move, of all and by group."""
+    sums: dict[str, np.ndarray] = {}
+    for name, pair in stuck.items():
+        for key in (f"stuck/{_group(name)}", "stuck"):
+            sums[key] = sums.get(key, 0) + np.asarray(pair, np.float64)
+    return {key: float(still / size) for key, (still, size) in sums.items()}
 
 
 def _single_steps(seen: Observation) -> Iterator[Observation]:
