@@ -35,19 +35,16 @@ EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too sma
 _MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
 _CANCELS = names("add add_any sub reduce_sum cumsum")
+_SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
+_ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
+_DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
+_TOTALS = names("reduce_sum cumsum scatter-add reduce_window_sum")
 _ACCUMULATES = names("cumsum cumprod cumlogsumexp reduce_window_sum")
 
 
 def _threshold(low: Format | None) -> float:
     """Returns the relative error beyond which a result in a format is wrong."""
     return min(2.0**_LOST_BITS * (low or FORMATS["f32"]).eps, _COARSEST)
-
-
-Cause = Literal["origin", "constant", "error", "sum", "decision", "loop"]
-"""Why a node is at fault: it makes numbers that are not finite; a number in the code does;
-its own error is large; only many small errors together are; it compares numbers with another
-result in f32; a loop does not end because of it.
-"""
 
 
 class Origin(NamedTuple):
@@ -63,7 +60,7 @@ class Verdict(NamedTuple):
     """A node at fault."""
 
     node: int
-    cause: Cause
+    kind: str  # see the guide "My loss is nan"
     origin: Origin | None = None  # of the numbers that are not finite
     influence: float | None = None  # of this place alone on the worst result, relative
     result: str = ""  # the name of that result; of a loop, what it does
@@ -161,7 +158,7 @@ class Blame:
         """How bad it is."""
         broken = not np.isfinite([self.errors, self._own_errors]).all()
         limit = max(_threshold(self.format), _NOTICEABLE) if self.format else 0.0
-        decided = any(x.cause in ("decision", "loop") for x in self.verdicts)
+        decided = any(x.kind in ("decision", "convergence") for x in self.verdicts)
         if broken or decided or self._bad_results(self._measured, limit):
             return "wrong"
         bad = self.verdicts or self._bad_results(self._measured)
@@ -202,7 +199,7 @@ class Blame:
         found = found or self._decided()
         for node, n, more in self.recording.endless[:1]:
             text = f"the loop ends after {n} steps in f32, but not after {more} here"
-            found = [*found, Verdict(node, "loop", result=text)]
+            found = [*found, Verdict(node, "convergence", result=text)]
         return found
 
     # --- numbers that are not finite --------------------------------------------------
@@ -220,9 +217,8 @@ class Blame:
         rows.sort(key=lambda x: (not x[0], x[0] and x[1].constant is not None))
         found: dict[Site, Verdict] = {}
         for _, origin in rows:
-            index, cause = self._blamed(origin)
-            verdict = Verdict(index, cause, origin)
-            found.setdefault(self.recording.site(index), verdict)
+            verdict = self._blamed(origin)
+            found.setdefault(self.recording.site(verdict.node), verdict)
         return list(found.values())[:_MOST_FOUND]
 
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
@@ -250,20 +246,58 @@ class Blame:
         where = origin.where if origin.where.shape == classes.shape else ...
         return bool((classes[where] != 0).any())
 
-    def _blamed(self, origin: Origin) -> tuple[int, Cause]:
-        """Returns the node that is to blame for an origin, and the cause.
+    def _blamed(self, origin: Origin) -> Verdict:
+        """Returns the verdict on what is to blame for an origin.
 
         If the same operation on the operands of the shadow gives finite numbers, its
         operands were wrong already, and what made them wrong is to blame.
         """
         index, node = origin.node, self.nodes[origin.node]
         if origin.constant is not None:
-            return index, "constant"
+            kind = "input" if node.eqn is None else "constant"
+            return Verdict(index, kind, origin)
         is_fine = node.eqn is not None and node.stats[origin.out].local_is_finite
         if is_fine and not self._shadow_has(origin):
             earlier = self._upstream(index)
-            return (index, "origin") if earlier is None else (earlier, "error")
-        return index, "origin"
+            if earlier is not None:
+                return Verdict(
+                    earlier, self._kind_of_error(self.nodes[earlier]), origin
+                )
+        return Verdict(index, self._kind_of_origin(origin), origin)
+
+    def _kind_of_origin(self, origin: Origin) -> str:
+        """Returns why an operation makes numbers that are not finite."""
+        node = self.nodes[origin.node]
+        if node.eqn is None:
+            return "input"
+        stats = node.stats[origin.out]
+        classes, in_shadow = stats.classes, stats.shadow_classes is not None
+        if not in_shadow and node.format and stats.largest > node.format.max:
+            return "overflow"
+        if classes is not None and (classes[origin.where] == NAN).all():
+            return "nan"
+        zero = any(x.zeros for x in self.recording.operands(node)) or 0 in node.written
+        if node.primitive in _SINGULAR and (zero or not in_shadow):
+            return "singularity" if in_shadow or zero else "underflow"
+        return "overflow"
+
+    def _kind_of_error(self, node: Node) -> str:
+        """Returns what is wrong with an operation whose own error is large."""
+        assert node.format is not None
+        worst = max(node.stats, key=lambda x: x.error)
+        if not worst.local_is_finite:
+            return "overflow"
+        sizes = [x.largest for x in self.recording.operands(node)]
+        is_small = worst.largest < max(sizes, default=0.0) / 8
+        tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
+        is_known = worst.largest > tiny or math.isinf(worst.error)
+        if subtracts and is_small and is_known:
+            return "cancellation"
+        if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
+            return "underflow"
+        if node.primitive in _TOTALS:
+            return "accumulation"
+        return "cancellation" if subtracts else "precision"
 
     def _through(
         self, index: int, passes: Callable[[Node], bool]
@@ -317,7 +351,8 @@ class Blame:
                 first.setdefault(self.recording.site(start), start)
         found: list[Verdict] = []
         for site, index in sorted(first.items(), key=lambda x: x[1])[:_MOST_SITES]:
-            verdict = self._alone([site], index, "error")
+            kind = self._kind_of_error(self.nodes[index])
+            verdict = self._alone([site], index, kind)
             found += [self._running_sum(verdict) or verdict] if verdict else []
         return found[:_MOST_FOUND] or self._search(bad)
 
@@ -326,7 +361,7 @@ class Blame:
         before = self._through(verdict.node, lambda x: not x.eqn or only_moves(x.eqn))
         for index, node in before:
             if node.primitive in _ACCUMULATES and index != verdict.node:
-                return self._alone([self.recording.site(index)], index, "sum")
+                return self._alone([self.recording.site(index)], index)
         return None
 
     def _decided(self) -> list[Verdict]:
@@ -369,11 +404,11 @@ class Blame:
             first, second = sites[:middle], sites[middle:]
             enough = share(first)
             sites = first if enough > limit or enough >= share(second) else second
-        verdict = self._alone(sites, last[sites[0]], "sum")
+        verdict = self._alone(sites, last[sites[0]])
         return [verdict] if verdict else []
 
-    def _alone(self, sites: list[Site], index: int, cause: Cause) -> Verdict | None:
-        """Returns a verdict if some sites alone make a result wrong."""
+    def _alone(self, sites: list[Site], index: int, kind: str = "") -> Verdict | None:
+        """Returns a verdict if some sites alone make a result wrong; "" for a sum."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
         if not bad:  # or at least half of what several make wrong together
@@ -383,7 +418,9 @@ class Blame:
             return None
         worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
         share = float((self.errors if self._in_turn else errors)[worst])
-        return Verdict(index, cause, None, share, self.names[worst])
+        adds = self.nodes[index].primitive in _ADDS
+        kind = kind or ("accumulation" if adds else "precision")
+        return Verdict(index, kind, None, share, self.names[worst])
 
     def _with(self, sites: Sequence[Site]) -> np.ndarray:
         """Returns the errors of the results with only some sites in low precision."""

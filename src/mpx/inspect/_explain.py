@@ -12,9 +12,9 @@ import numpy as np
 
 from mpx._fp8 import Fp8Function, Fp8State
 from mpx._jax._formats import FORMATS
-from mpx._program._queries import MATMULS, names
+from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import EPSILON, Blame, Origin, Verdict
+from mpx.inspect._blame import EPSILON, Blame, Verdict
 from mpx.inspect._equations import to_host
 from mpx.inspect._program import (
     Place,
@@ -141,10 +141,6 @@ def _shown(ends: tuple[float, float]) -> str:
 
 # --- What a verdict means -------------------------------------------------------------
 
-_SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
-_ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
-_DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
-_TOTALS = names("reduce_sum cumsum scatter-add reduce_window_sum")
 _NO_RESULT = ("input", "constant", "decision", "convergence")
 _NO_LIMIT = ("constant", "singularity", "nan", "input")
 
@@ -163,11 +159,11 @@ class _Reader:
 
     def finding(self, verdict: Verdict) -> Finding:
         blame, node = self._blame, self._blame.nodes[verdict.node]
-        decides = verdict.cause in ("loop", "decision")  # no result is made of it
+        kind = verdict.kind
+        decides = kind in ("convergence", "decision")  # no result is made of it
         backward = verdict.node not in blame.forward and not decides
         origin = verdict.origin
         out = origin.out if origin and origin.node == verdict.node else 0
-        kind = self._kind(verdict, node)
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
         place, near = _place(node, backward), ""
@@ -191,52 +187,9 @@ class _Reader:
             remedy=self._remedy(kind, node, place),
         )
 
-    def _kind(self, verdict: Verdict, node: Node) -> str:
-        match verdict.cause:
-            case _ if node.eqn is None:
-                return "input"
-            case "loop":
-                return "convergence"
-            case "sum":
-                return "accumulation" if node.primitive in _ADDS else "precision"
-            case "origin" if verdict.origin is not None:
-                return self._kind_of_origin(verdict.origin, node)
-            case "error":
-                return self._kind_of_error(node)
-        return verdict.cause
-
-    def _kind_of_origin(self, origin: Origin, node: Node) -> str:
-        stats = node.stats[origin.out]
-        classes, in_shadow = stats.classes, stats.shadow_classes is not None
-        if not in_shadow and node.format and stats.largest > node.format.max:
-            return "overflow"
-        if classes is not None and (classes[origin.where] == NAN).all():
-            return "nan"
-        zero = any(x.zeros for x in self._recording.operands(node)) or 0 in node.written
-        if node.primitive in _SINGULAR and (zero or not in_shadow):
-            return "singularity" if in_shadow or zero else "underflow"
-        return "overflow"
-
-    def _kind_of_error(self, node: Node) -> str:
-        assert node.format is not None
-        worst = max(node.stats, key=lambda x: x.error)
-        if not worst.local_is_finite:
-            return "overflow"
-        sizes = [x.largest for x in self._recording.operands(node)]
-        is_small = worst.largest < max(sizes, default=0.0) / 8
-        tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
-        is_known = worst.largest > tiny or math.isinf(worst.error)
-        if subtracts and is_small and is_known:
-            return "cancellation"
-        if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
-            return "underflow"
-        if node.primitive in _TOTALS:
-            return "accumulation"
-        return "cancellation" if subtracts else "precision"
-
     def _effect(self, verdict: Verdict) -> str:
         origin, blame = verdict.origin, self._blame
-        if verdict.cause == "loop":
+        if verdict.kind == "convergence":
             return verdict.result
         if origin is None:
             share = _amount(verdict.influence or 0.0)
