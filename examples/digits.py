@@ -172,13 +172,12 @@ def inspect_run(preset: Preset, data: Dataset, out: Path, steps: int = 120) -> s
     """Records a short run in f16, draws what it saw, and returns a table of it."""
     model = ViT(preset.size, data.image_shape, data.classes, key=jax.random.key(0))
     batches = data.batches(preset.batch, min(steps, preset.steps), seed=0)
-    title = f"{data.name}, mixed-f16"
-    recorder = watched_run(loss_fn, model, batches, lr=preset.lr, title=title)
+    recorder = watched_run(loss_fn, model, batches, lr=preset.lr)
     if recorder.exponents is None:
         return "No step was taken."
     paths = draw(recorder, out)
     places = ", ".join(str(path) for path in paths.values())
-    return f"{sparklines(recorder)}\n\nExponents and the run: {places}"
+    return f"{sparklines(recorder)}\n\nExponents: {places}"
 
 
 def precision_report(preset: Preset, data: Dataset) -> str:

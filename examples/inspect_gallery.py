@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preset, data = PRESETS["digits"], load_digits()
     model = ViT(preset.size, data.image_shape, data.classes, key=jax.random.key(0))
     batches = data.batches(preset.batch, arguments.steps, seed=0)
-    title = "A small vision transformer in f16"
-    recorder = watched_run(loss_fn, model, batches, lr=1e-3, title=title)
+    recorder = watched_run(loss_fn, model, batches, lr=1e-3)
     for name, path in draw(recorder, arguments.out).items():
         print(f"{name}: {path}")
     print(f"\n{sparklines(recorder)}\n\n{recorder.summary()}")

@@ -344,7 +344,7 @@ def test_function_without_a_scalar_is_looked_at_forward_only():
         lambda w, x: jnp.exp(x @ w), jnp.full((2, 2), 99.0), jnp.ones((1, 2))
     )
     assert found.fault.place.primitive == "exp"
-    assert not found.has_gradient
+    assert found.grad_errors == {}
     assert "forward pass only" in str(found)
 
 

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 from mpx.inspect import ExponentStats, _counting, exponent_stats, plot_exponents
 from mpx.inspect._counting import (
     BINS,
-    Tuning,
     add_up,
     as_integers,
+    bin_of,
     carried,
-    count_local,
+    count_in_words,
     split,
 )
 
@@ -129,17 +129,12 @@ def test_finite_flags_agree_with_the_counts():
     assert stats.nonfinite.tolist() == [0, 1, 1]
 
 
-@pytest.mark.long
-def test_the_kernel_counts_as_numpy_does():
-    leaves = [values((7, 33)), values((11,), "f16"), values((231,)), values((21, 11))]
-    leaves += [values((2, 128), "bf16"), np.zeros(300, np.float32)]
-    counts, squares = count_local(
-        [jnp.asarray(x) for x in leaves], Tuning(32, 4, batch=2), interpret=True
-    )
-    np.testing.assert_array_equal(counts, [expected(x) for x in leaves])
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = [np.sum(x.astype(np.float32) ** 2) for x in leaves]
-    np.testing.assert_allclose(squares, sums, rtol=1e-5)
+@pytest.mark.parametrize("shape", [(), (0, 64), (33,), (7, 96), (3, 5, 256), (2, 640)])
+def test_accelerators_count_as_numpy_does(shape):
+    x = values(shape)
+    count = jax.jit(functools.partial(count_in_words, size=BINS))
+    assert count(bin_of(jnp.asarray(x))).tolist() == expected(x).tolist()
+    assert count(jnp.full((4, 128), 3)).tolist()[3] == 512  # a whole row in one byte
 
 
 # --- Transformations ------------------------------------------------------------------
@@ -201,6 +196,21 @@ def test_sharded_leaves_are_counted_where_they_are(kind, spec):
     assert found.get("all-reduce", 0) <= 2 * len(axes)
 
 
+@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y")])
+@pytest.mark.parametrize("width", [2048, 256, 30])
+def test_accelerators_count_shards_where_they_are(spec, width):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(values((16, width)), NamedSharding(mesh, spec))
+
+    def count(x):
+        return count_in_words(bin_of(x), size=BINS)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(count, out_shardings=P()).lower(x).compile()
+    assert compiled(x).tolist() == expected(x).tolist()
+    assert set(collectives(compiled.as_text())) == {"all-reduce"}
+
+
 def test_counts_of_devices_are_added_over_an_axis_name():
     mesh = jax.make_mesh((8,), ("d",))
     x = jnp.asarray(values((16, 37)))
@@ -234,7 +244,7 @@ def test_leaves_beyond_int32_are_counted_in_parts(monkeypatch, shape):
     monkeypatch.setattr(_counting, "SMALL", 0)
     x = values(shape)
     # The jitted function would be taken from its cache, made with the true limit.
-    count = _counting._plain(jnp.asarray(x))
+    count = _counting._counts(jnp.asarray(x))
     assert as_integers(count).tolist() == expected(x).tolist()
 
 
@@ -307,13 +317,6 @@ def test_the_table_shows_what_is_lost():
 def test_unknown_format_is_reported(untyped):
     with pytest.raises(ValueError, match="`dtype` must be one of"):
         exponent_stats(jnp.ones(1)).flushed("f8")
-
-
-def test_some_leaves_can_be_selected():
-    stats = exponent_stats({"a": jnp.ones(2), "b": {"w": jnp.zeros(3)}})
-    assert stats.select("^b").sizes.tolist() == [3]
-    assert stats.select(lambda name: name == "a").names == ("a",)
-    assert stats.select("nothing").names == ()
 
 
 # --- Pictures -------------------------------------------------------------------------

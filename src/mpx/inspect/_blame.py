@@ -6,7 +6,6 @@ alone, with everything else in f32, makes a result wrong.
 """
 
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,23 +35,16 @@ EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too sma
 _MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
 _CANCELS = names("add add_any sub reduce_sum cumsum")
+_SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
+_ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
+_DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
+_TOTALS = names("reduce_sum cumsum scatter-add reduce_window_sum")
 _ACCUMULATES = names("cumsum cumprod cumlogsumexp reduce_window_sum")
-# Zero goes in, zero comes out.
-_KEEPS_ZERO = SHAPE_ONLY.union(
-    names("sqrt mul convert_element_type square select_n abs")
-)
 
 
 def _threshold(low: Format | None) -> float:
     """Returns the relative error beyond which a result in a format is wrong."""
     return min(2.0**_LOST_BITS * (low or FORMATS["f32"]).eps, _COARSEST)
-
-
-Cause = Literal["origin", "constant", "error", "sum", "decision", "loop"]
-"""Why a node is at fault: it makes numbers that are not finite; a number in the code does;
-its own error is large; only many small errors together are; it compares numbers with another
-result in f32; a loop does not end because of it.
-"""
 
 
 class Origin(NamedTuple):
@@ -68,7 +60,7 @@ class Verdict(NamedTuple):
     """A node at fault."""
 
     node: int
-    cause: Cause
+    kind: str  # see the guide "My loss is nan"
     origin: Origin | None = None  # of the numbers that are not finite
     influence: float | None = None  # of this place alone on the worst result, relative
     result: str = ""  # the name of that result; of a loop, what it does
@@ -107,7 +99,8 @@ class Blame:
         pairs = zip(labels, values, strict=True)
         kept = [(name, x.ref) for name, x in pairs if is_float(x.lanes[0])]
         self.names, self._refs = [name for name, _ in kept], [ref for _, ref in kept]
-        self.is_grad = [name.startswith("gradient") for name in self.names]
+        is_grad = [name.startswith("gradient") for name in self.names]
+        self.is_grad = np.array(is_grad, bool)
         starts = [ref[0] for ref in self._refs]
         self._live = sorted(self.recording.before(starts))
         self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
@@ -130,54 +123,54 @@ class Blame:
             inputs.append(Value((x,)))
         return _floats(x.lanes[0] for x in run(program.jaxpr, inputs))
 
-    def _norms(self) -> list[float]:
+    def _norms(self) -> np.ndarray:
         """Returns what errors are relative to: the norms of the results in f32.
 
         A gradient of zeros is measured against the other gradients. Beside a loss of zero,
         any error is large.
         """
-        sizes = [_norm(x[np.isfinite(x)]) for x in self.exact]
-        pairs = list(zip(sizes, self.is_grad, strict=True))
-        every = math.hypot(*(size for size, is_grad in pairs if is_grad))
-        return [size or (every if is_grad else 0.0) or 1e-45 for size, is_grad in pairs]
+        sizes = np.array([_norm(x[np.isfinite(x)]) for x in self.exact], np.float64)
+        every = np.linalg.norm(sizes[self.is_grad])
+        sizes = np.where((sizes == 0) & self.is_grad, every, sizes)
+        return np.where(sizes == 0, 1e-45, sizes)
 
     # --- the judgement ----------------------------------------------------------------
 
     @functools.cached_property
-    def _base(self) -> list[float]:
+    def _base(self) -> np.ndarray:
         """The change of each result that one rounding of the parameters causes."""
         return self._errors(self._run(Run(), self._exact, self.format), self.exact)
 
-    @functools.cached_property
-    def stable(self) -> list[bool]:
-        """Whether each result is judged: see `_UNSTABLE`."""
-        if not self.format or not self._limit < max(self.errors, default=0) < math.inf:
-            return [True] * len(self.errors)
-        return [not x for x in self._unstable]
+    @property
+    def _unstable(self) -> np.ndarray:
+        """Whether each result is not judged: see `_UNSTABLE`."""
+        return self.is_grad & (self._base >= _UNSTABLE)
 
-    @functools.cached_property
-    def _unstable(self) -> list[bool]:
-        pairs = zip(self._base, self.is_grad, strict=True)
-        return [is_grad and x >= _UNSTABLE for x, is_grad in pairs]
+    @property
+    def unstable(self) -> list[str]:
+        """The results that are not judged, although errors are large."""
+        if not self.format or not self._limit < self.errors.max(initial=0) < math.inf:
+            return []
+        return [name for name, x in zip(self.names, self._unstable, strict=True) if x]
 
     @property
     def judgement(self) -> Literal["ok", "inaccurate", "wrong"]:
         """How bad it is."""
-        broken = not all(map(math.isfinite, (*self.errors, *self._own_errors)))
+        broken = not np.isfinite([self.errors, self._own_errors]).all()
         limit = max(_threshold(self.format), _NOTICEABLE) if self.format else 0.0
-        decided = any(x.cause in ("decision", "loop") for x in self.verdicts)
+        decided = any(x.kind in ("decision", "convergence") for x in self.verdicts)
         if broken or decided or self._bad_results(self._measured, limit):
             return "wrong"
-        is_bad = bool(self.verdicts or self._bad_results(self._measured))
-        return "inaccurate" if is_bad else "ok"
+        bad = self.verdicts or self._bad_results(self._measured)
+        return "inaccurate" if bad else "ok"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What else there is to know."""
         if self.recording.endless:
             return ("the compiled function was not run: its loop may not end",)
-        bad, compiled = self._bad_results(self._measured), max(self.errors, default=0.0)
-        if not bad and compiled > self._limit >= max(self._measured):
+        bad, compiled = self._bad_results(self._measured), self.errors.max(initial=0)
+        if not bad and compiled > self._limit >= self._measured.max():
             return (
                 "gradients differ because comparisons of nearly equal numbers, as in a relu, "
                 "fall differently than in f32; with the same decisions they agree",
@@ -204,11 +197,9 @@ class Blame:
             return found
         found = (self._epsilon(found) or found) if found else self._wrong()
         found = found or self._decided()
-        for node, steps, more in self.recording.endless[:1]:
-            text = (
-                f"the loop ends after {steps} steps in f32, but not after {more} here"
-            )
-            found = [*found, Verdict(node, "loop", result=text)]
+        for node, n, more in self.recording.endless[:1]:
+            text = f"the loop ends after {n} steps in f32, but not after {more} here"
+            found = [*found, Verdict(node, "convergence", result=text)]
         return found
 
     # --- numbers that are not finite --------------------------------------------------
@@ -220,15 +211,14 @@ class Blame:
         that a mask means.
         """
         is_finite = all(np.isfinite(x).all() for x in self.shadow)
-        rows = [(self._shadow_has(x), x) for x in _Trace(self.recording)(self._refs)]
+        rows = [(self._shadow_has(x), x) for x in _origins(self.recording, self._refs)]
         if is_finite and not all(has for has, _ in rows):
             rows = [row for row in rows if not row[0]]
         rows.sort(key=lambda x: (not x[0], x[0] and x[1].constant is not None))
         found: dict[Site, Verdict] = {}
         for _, origin in rows:
-            index, cause = self._blamed(origin)
-            verdict = Verdict(index, cause, origin)
-            found.setdefault(self.recording.site(index), verdict)
+            verdict = self._blamed(origin)
+            found.setdefault(self.recording.site(verdict.node), verdict)
         return list(found.values())[:_MOST_FOUND]
 
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
@@ -256,32 +246,58 @@ class Blame:
         where = origin.where if origin.where.shape == classes.shape else ...
         return bool((classes[where] != 0).any())
 
-    def _blamed(self, origin: Origin) -> tuple[int, Cause]:
-        """Returns the node that is to blame for an origin, and the cause.
+    def _blamed(self, origin: Origin) -> Verdict:
+        """Returns the verdict on what is to blame for an origin.
 
         If the same operation on the operands of the shadow gives finite numbers, its
         operands were wrong already, and what made them wrong is to blame.
         """
         index, node = origin.node, self.nodes[origin.node]
         if origin.constant is not None:
-            return index, "constant"
-        in_shadow = self._shadow_has(origin)
-        earlier = None
-        if node.eqn is not None and in_shadow:
-            earlier = self._lost_constant(index)
-        elif node.eqn is not None and node.stats[origin.out].local_is_finite:
+            kind = "input" if node.eqn is None else "constant"
+            return Verdict(index, kind, origin)
+        is_fine = node.eqn is not None and node.stats[origin.out].local_is_finite
+        if is_fine and not self._shadow_has(origin):
             earlier = self._upstream(index)
-        if earlier is None:
-            return index, "origin"
-        return earlier, "constant" if in_shadow else "error"
+            if earlier is not None:
+                return Verdict(
+                    earlier, self._kind_of_error(self.nodes[earlier]), origin
+                )
+        return Verdict(index, self._kind_of_origin(origin), origin)
 
-    def _lost_constant(self, index: int) -> int | None:
-        """Returns the sum with a constant that was flushed to zero, if one led here."""
-        before = self._through(index, lambda x: not x.eqn or x.primitive in _KEEPS_ZERO)
-        for current, node in itertools.islice(before, 20):
-            if 0 in node.written and node.format and node.primitive in ("add", "max"):
-                return current
-        return None
+    def _kind_of_origin(self, origin: Origin) -> str:
+        """Returns why an operation makes numbers that are not finite."""
+        node = self.nodes[origin.node]
+        if node.eqn is None:
+            return "input"
+        stats = node.stats[origin.out]
+        classes, in_shadow = stats.classes, stats.shadow_classes is not None
+        if not in_shadow and node.format and stats.largest > node.format.max:
+            return "overflow"
+        if classes is not None and (classes[origin.where] == NAN).all():
+            return "nan"
+        zero = any(x.zeros for x in self.recording.operands(node)) or 0 in node.written
+        if node.primitive in _SINGULAR and (zero or not in_shadow):
+            return "singularity" if in_shadow or zero else "underflow"
+        return "overflow"
+
+    def _kind_of_error(self, node: Node) -> str:
+        """Returns what is wrong with an operation whose own error is large."""
+        assert node.format is not None
+        worst = max(node.stats, key=lambda x: x.error)
+        if not worst.local_is_finite:
+            return "overflow"
+        sizes = [x.largest for x in self.recording.operands(node)]
+        is_small = worst.largest < max(sizes, default=0.0) / 8
+        tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
+        is_known = worst.largest > tiny or math.isinf(worst.error)
+        if subtracts and is_small and is_known:
+            return "cancellation"
+        if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
+            return "underflow"
+        if node.primitive in _TOTALS:
+            return "accumulation"
+        return "cancellation" if subtracts else "precision"
 
     def _through(
         self, index: int, passes: Callable[[Node], bool]
@@ -293,50 +309,50 @@ class Blame:
 
     def _upstream(self, index: int) -> int | None:
         """Returns the nearest operation before another whose own error is large."""
-        before = self._through(index, lambda x: x.deviates(0))
+        before = self._through(index, lambda x: x.deviation > 0)
         for current, node in itertools.islice(before, 1, 400):
             # One number that has lost its digits by cancellation suffices.
             worst = max((x.worst for x in node.stats), default=0.0)
             cancels = node.format and node.primitive in _CANCELS
-            if self._is_wrong(node) or (cancels and worst > _threshold(node.format)):
+            if _is_wrong(node) or (cancels and worst > _threshold(node.format)):
                 return self._first_of_chain(current)
         return None
 
     def _first_of_chain(self, index: int) -> int:
         """Follows operands that are wrong back to the first operation with an error."""
         limit = _threshold(self.nodes[index].format)
-        chain = self._through(index, lambda x: x.deviates(limit))
-        wrong = (i for i, x in chain if x.deviates(limit) and self._is_wrong(x))
+        chain = self._through(index, lambda x: x.deviation > limit)
+        wrong = (i for i, x in chain if x.deviation > limit and _is_wrong(x))
         return min(wrong, default=index)
-
-    def _is_wrong(self, node: Node) -> bool:
-        """Returns whether the error that an operation itself makes is large."""
-        return node.format is not None and node.error > _threshold(node.format)
 
     # --- finite results ---------------------------------------------------------------
 
     @functools.cached_property
-    def _measured(self) -> list[float]:
+    def _measured(self) -> np.ndarray:
         """The error of each result, compiled or operation by operation.
 
         Where a comparison of nearly equal numbers falls differently than in f32, gradients
         jump in any format. The smaller distance counts, that from f32 or that from f32 with
         the same decisions.
         """
-        own, compiled = (self._errors(x, self.shadow) for x in (self.own, self.actual))
-        jumps = zip(self._own_errors, own, self.errors, compiled, strict=True)
-        pairs = zip(self.is_grad, jumps, strict=True)
-        return [
-            max(min(a, b), min(c, d)) if is_grad else max(a, c)
-            for is_grad, (a, b, c, d) in pairs
-        ]
+        outs, far = [self.own, self.actual], [self._own_errors, self.errors]
+        near = np.minimum([self._errors(x, self.shadow) for x in outs], far)
+        return np.where(self.is_grad, near, far).max(0)
 
     def _wrong(self) -> list[Verdict]:
         """Looks for sites that make finite results wrong."""
         bad = self._bad_results(self._measured)
+        if not bad:
+            return []
+        first: dict[Site, int] = {}  # the first node of each site with a large error
+        for index in self._live:
+            if _is_wrong(self.nodes[index]):
+                start = self._first_of_chain(index)
+                first.setdefault(self.recording.site(start), start)
         found: list[Verdict] = []
-        for site, index in self._suspects()[:_MOST_SITES] if bad else ():
-            verdict = self._alone([site], index, "error")
+        for site, index in sorted(first.items(), key=lambda x: x[1])[:_MOST_SITES]:
+            kind = self._kind_of_error(self.nodes[index])
+            verdict = self._alone([site], index, kind)
             found += [self._running_sum(verdict) or verdict] if verdict else []
         return found[:_MOST_FOUND] or self._search(bad)
 
@@ -345,7 +361,7 @@ class Blame:
         before = self._through(verdict.node, lambda x: not x.eqn or only_moves(x.eqn))
         for index, node in before:
             if node.primitive in _ACCUMULATES and index != verdict.node:
-                return self._alone([self.recording.site(index)], index, "sum")
+                return self._alone([self.recording.site(index)], index)
         return None
 
     def _decided(self) -> list[Verdict]:
@@ -362,15 +378,6 @@ class Blame:
                 return [Verdict(index, "decision", None, change, self.names[0])]
         return []
 
-    def _suspects(self) -> list[tuple[Site, int]]:
-        """Returns the sites whose own error is large, each with its first such node."""
-        found: dict[Site, int] = {}
-        for index in self._live:
-            if self._is_wrong(self.nodes[index]):
-                first = self._first_of_chain(index)
-                found.setdefault(self.recording.site(first), first)
-        return sorted(found.items(), key=lambda x: x[1])
-
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
         """Looks for the site that contributes most to the errors of some results.
 
@@ -385,12 +392,11 @@ class Blame:
                 if site not in last or not (is_cast or only_moves(node.eqn)):
                     last[site] = index
         sites = list(last)
-        if not bad or not sites:
+        if not sites:
             return []
 
         def share(part: Sequence[Site]) -> float:
-            errors = self._with(part)
-            return max(errors[i] for i in bad)
+            return float(self._with(part)[bad].max())
 
         limit = max(share(sites) / 2, self._limit)
         while len(sites) > 1:
@@ -398,11 +404,11 @@ class Blame:
             first, second = sites[:middle], sites[middle:]
             enough = share(first)
             sites = first if enough > limit or enough >= share(second) else second
-        verdict = self._alone(sites, last[sites[0]], "sum")
+        verdict = self._alone(sites, last[sites[0]])
         return [verdict] if verdict else []
 
-    def _alone(self, sites: list[Site], index: int, cause: Cause) -> Verdict | None:
-        """Returns a verdict if some sites alone make a result wrong."""
+    def _alone(self, sites: list[Site], index: int, kind: str = "") -> Verdict | None:
+        """Returns a verdict if some sites alone make a result wrong; "" for a sum."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
         if not bad:  # or at least half of what several make wrong together
@@ -410,12 +416,13 @@ class Blame:
             bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
-        largest = max(errors[i] for i in bad)
-        worst = next(i for i in bad if errors[i] >= 0.9 * largest)
-        share = (self.errors if self._in_turn else errors)[worst]
-        return Verdict(index, cause, None, share, self.names[worst])
+        worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
+        share = float((self.errors if self._in_turn else errors)[worst])
+        adds = self.nodes[index].primitive in _ADDS
+        kind = kind or ("accumulation" if adds else "precision")
+        return Verdict(index, kind, None, share, self.names[worst])
 
-    def _with(self, sites: Sequence[Site]) -> list[float]:
+    def _with(self, sites: Sequence[Site]) -> np.ndarray:
         """Returns the errors of the results with only some sites in low precision."""
         low = set(sites).__contains__
         run = Run(low, recording=self.recording, in_turn=self._in_turn)
@@ -433,26 +440,19 @@ class Blame:
         is_fp8 = self.format is not None and self.format.bits == 8
         return _INACCURATE_FP8 if is_fp8 else _INACCURATE
 
-    def _bad_results(
-        self, errors: Sequence[float], limit: float | None = None
-    ) -> list[int]:
+    def _bad_results(self, errors: np.ndarray, limit: float | None = None) -> list[int]:
         """Returns which results are further from f32 than the format explains."""
         limit = self._limit if limit is None else limit
-        if self.format is None or max(errors, default=0.0) <= limit:
+        if self.format is None or errors.max(initial=0) <= limit:
             return []
-        rows = enumerate(zip(errors, self._base, self._unstable, strict=True))
-        return [
-            i
-            for i, (x, base, unstable) in rows
-            if x > max(limit, _CONDITION * base) and not unstable
-        ]
+        is_bad = errors > np.maximum(limit, _CONDITION * self._base)
+        return np.flatnonzero(is_bad & ~self._unstable).tolist()
 
-    def _errors(self, outs: Arrays, wanted: Arrays) -> list[float]:
+    def _errors(self, outs: Arrays, wanted: Arrays) -> np.ndarray:
         """Returns the norms of the errors relative to those of the results in f32."""
-        return [
-            _norm(x - np.where(np.isfinite(y), y, x)) / size
-            for x, y, size in zip(outs, wanted, self._sizes, strict=True)
-        ]
+        pairs = zip(outs, wanted, strict=True)
+        norms = [_norm(x - np.where(np.isfinite(y), y, x)) for x, y in pairs]
+        return np.array(norms, np.float64) / self._sizes
 
 
 def _floats(outs: Iterable[Any]) -> list[Numbers]:
@@ -466,6 +466,11 @@ def _norm(x: Numbers) -> float:
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
 
 
+def _is_wrong(node: Node) -> bool:
+    """Returns whether the error that an operation itself makes is large."""
+    return node.format is not None and node.error > _threshold(node.format)
+
+
 def _is_epsilon(node: Node) -> bool:
     """Returns whether a small number in the code is what keeps a result from zero."""
     small = [abs(x) for x in node.written if abs(x) < EPSILON]
@@ -477,14 +482,12 @@ def _is_epsilon(node: Node) -> bool:
 
 # --- Origins of numbers that are not finite -------------------------------------------
 
-_ELEMENTWISE = frozenset(
-    names(
-        "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
-        "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
-        "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
-        "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
-        "sign sin sinh sqrt square stop_gradient sub tan tanh"
-    )
+_ELEMENTWISE = names(
+    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
+    "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
+    "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
+    "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
+    "sign sin sinh sqrt square stop_gradient sub tan tanh"
 )
 # Their results are numbers of their operands.
 _KEEPS_CLASS = SHAPE_ONLY.union(
@@ -495,106 +498,97 @@ _KEEPS_CLASS = SHAPE_ONLY.union(
 )
 
 
-class _Trace:
-    """A walk back from results that are not finite.
+def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
+    """Returns where the numbers of some results that are not finite come from.
 
-    Each number is followed through the operands that are not finite either, one by one where
+    Each is followed back through the operands that are not finite either, one by one where
     the operation is element-wise. What does not reach the results, such as the minus
     infinity of a mask that a softmax removes, is not found.
     """
+    wanted, readers, found = dict[Ref, Numbers](), dict[int, int](), list[Origin]()
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording, self._nodes = recording, recording.nodes
-        self._wanted: dict[int, dict[int, Numbers]] = {}
-        self._queue: list[int] = []
-        self._readers: dict[int, int] = {}
+    def want(ref: Ref, where: Numbers, reader: int) -> None:
+        if where.any():
+            readers.setdefault(ref[0], reader)
+            wanted[ref] = np.asarray(where | wanted.get(ref, False))
 
-    def __call__(self, starts: Iterable[Ref]) -> list[Origin]:
-        """Returns where the numbers of some results that are not finite come from."""
-        for ref in starts:
-            classes = self._recording.stats(ref).classes
-            if classes is not None:
-                self._want(ref, classes != 0, -1)
-        found = []
-        while self._queue:
-            index = -heapq.heappop(self._queue)
-            follow = self._parts if self._nodes[index].eqn is None else self._operands
-            for out, where in self._wanted[index].items():
-                left = follow(index, out, where)
-                if left.any():
-                    found.append(self._origin(index, out, left))
-        return sorted(found, key=lambda x: x.node)
-
-    def _want(self, ref: Ref, where: Numbers, reader: int) -> None:
-        """Asks for some numbers of a value, on behalf of a node."""
-        index, out = ref
-        if index not in self._wanted:
-            self._wanted[index] = {}
-            heapq.heappush(self._queue, -index)
-            self._readers[index] = reader
-        seen = self._wanted[index].get(out)
-        self._wanted[index][out] = np.asarray(where if seen is None else seen | where)
-
-    def _origin(self, index: int, out: int, where: Numbers) -> Origin:
-        """Returns an origin; that of a constant is where it is first computed with."""
-        constant, reader = None, index
-        while reader >= 0 and self._nodes[reader].eqn is not None:
-            node = self._nodes[reader]
-            rounded = node.primitive == "convert_element_type"
-            written = [x for x in node.written if rounded or not np.isfinite(x)]
-            if written:
-                constant = written[0]
-            if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
-                break
-            reader = self._readers[reader]
-        if constant is not None and reader >= 0:
-            index, out = reader, 0
-            classes = self._nodes[index].stats[0].classes
-            where = np.ones((), bool) if classes is None else classes != 0
-        return Origin(index, out, where, constant)
-
-    def _operands(self, index: int, out: int, where: Numbers) -> Numbers:
-        """Asks for operands that explain some numbers; returns those that none does."""
-        node = self._nodes[index]
-        classes = node.stats[out].classes
-        assert classes is not None
-        keeps = node.primitive in _KEEPS_CLASS
-        here = np.unique(classes[where])
-        left = np.array(where)
-        for ref in node.parents:
-            theirs = self._recording.stats(ref).classes
-            if theirs is None:
+    for ref in starts:
+        want(ref, _not_finite(recording.stats(ref).classes), -1)
+    for index, node in reversed(list(enumerate(recording.nodes))):
+        for out in range(len(node.stats)):
+            if (index, out) not in wanted:
                 continue
-            if node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
-                hit = where & (theirs == classes if keeps else theirs != 0)
-                left = np.asarray(left & ~hit)
+            left = where = wanted[index, out]
+            parents = [ref for ref in node.parents if ref[0] >= 0]
+            classes = [recording.stats(ref).classes for ref in parents]
+            if node.eqn is None:
+                hits, left = _parts(node, where, classes), where & (not parents)
             else:
-                hit = same = np.isin(theirs, here)
-                if not keeps and NAN in here:
-                    same = theirs == NAN
-                if not keeps:
-                    hit = same if same.any() else theirs != 0
-                left = np.zeros_like(left) if hit.any() else left
-            if hit.any():
-                self._want(ref, hit, index)
-        return left
+                hits, left = _operands(node, out, where, classes)
+            for ref, hit in zip(parents, hits, strict=True):
+                want(ref, hit, index)
+            if left.any():
+                found.append(_origin(recording.nodes, readers, index, out, left))
+    return sorted(found, key=lambda x: x.node)
 
-    def _parts(self, index: int, out: int, where: Numbers) -> Numbers:
-        """Follows a part of another value, or a value that was stacked."""
-        node = self._nodes[index]
-        known = [(i, ref) for i, ref in enumerate(node.parents) if ref[0] >= 0]
-        for i, ref in known:
-            theirs = self._recording.stats(ref).classes
-            if theirs is None:
-                continue
-            hit = theirs != 0
-            if node.part is None and theirs.shape == where[i].shape:
-                hit = where[i]
-            elif node.part not in (None, SHARDS):
-                some = np.zeros(theirs.shape, bool)
-                if some[node.part].shape == where.shape:
-                    some[node.part] = where
-                    hit = hit & some
-            if hit.any():
-                self._want(ref, np.asarray(hit), index)
-        return np.zeros_like(where) if known else where
+
+def _not_finite(classes: Numbers | None) -> Numbers:
+    return np.zeros((), bool) if classes is None else np.asarray(classes != 0)
+
+
+def _origin(
+    nodes: Sequence[Node], readers: dict[int, int], index: int, out: int, where: Numbers
+) -> Origin:
+    """Returns an origin; that of a constant is where it is first computed with."""
+    constant, reader = None, index
+    while reader >= 0 and nodes[reader].eqn is not None:
+        node = nodes[reader]
+        rounded = node.primitive == "convert_element_type"
+        written = [x for x in node.written if rounded or not np.isfinite(x)]
+        if written:
+            constant = written[0]
+        if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
+            break
+        reader = readers[reader]
+    if constant is not None and reader >= 0:
+        classes = nodes[reader].stats[0].classes
+        where = np.ones((), bool) if classes is None else classes != 0
+        index, out = reader, 0
+    return Origin(index, out, where, constant)
+
+
+def _operands(
+    node: Node, out: int, where: Numbers, operands: Sequence[Numbers | None]
+) -> tuple[list[Numbers], Numbers]:
+    """Returns the numbers of operands that explain some, and those that none explains."""
+    classes, hits, left = node.stats[out].classes, list[Numbers](), where
+    assert classes is not None
+    keeps, here = node.primitive in _KEEPS_CLASS, np.unique(classes[where])
+    for theirs in operands:
+        hit = _not_finite(theirs)
+        if theirs is None:
+            pass
+        elif node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
+            hit = where & (theirs == classes if keeps else hit)
+            left = np.asarray(left & ~hit)
+        else:
+            same = theirs == NAN if NAN in here and not keeps else np.isin(theirs, here)
+            hit = same if keeps or same.any() else hit
+            left = np.zeros_like(left) if hit.any() else left
+        hits.append(hit)
+    return hits, left
+
+
+def _parts(
+    node: Node, where: Numbers, parents: Sequence[Numbers | None]
+) -> list[Numbers]:
+    """Returns the numbers that a part of another value has, or that were stacked."""
+    hits = [_not_finite(theirs) for theirs in parents]
+    for i, hit in enumerate(hits):
+        if node.part is None and hit.shape == where[i].shape:
+            hits[i] = hit & where[i]
+        elif node.part not in (None, SHARDS) and hit.shape[1:] == where.shape:
+            some = np.zeros_like(hit)
+            some[node.part] = where
+            hits[i] = hit & some
+    return hits

@@ -8,21 +8,18 @@ the sum over many steps, may have more than 2³¹ values.
 
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from mpx._jax._compat import has_explicit_axes, struct_like
-from mpx._jax._devices import gpu_capability
-from mpx._jax._private import private
-from mpx._jax._sharding import Parts, axes_of, partitioned, reason_against_shards
-from mpx._kernels._dispatch import plain_under_vmap
+from mpx._jax._compat import has_explicit_axes
+from mpx._jax._sharding import axes_of, may_cut_groups
 
 LOWEST, HIGHEST = -63, 31
 BINS = HIGHEST - LOWEST + 6
@@ -86,8 +83,8 @@ def as_integers(pairs: ArrayLike) -> np.ndarray:
 LIMIT = 2**31
 """The number of values whose count may not fit into one int32."""
 SMALL = 2**15
-"""Leaves of up to this many values are stacked with others of their type: a kernel for each
-would cost more than the pass over its values."""
+"""Leaves of up to this many values are stacked with others of their type: a pass for each
+costs more than its values."""
 
 
 def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
@@ -97,55 +94,34 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
     """
     groups: dict[Hashable, list[int]] = {}
     for index, x in enumerate(leaves):
-        groups.setdefault(_group_of(index, x), []).append(index)
+        kind = (x.shape, x.dtype, jax.typeof(x).sharding)
+        groups.setdefault(kind if x.size <= SMALL else index, []).append(index)
     if not groups:
         return jnp.zeros((0, BINS, 2), jnp.int32), jnp.zeros(0, jnp.float32)
     parts = []
-    for key, indices in groups.items():
-        in_kernel = isinstance(key, Mesh | AbstractMesh)
-        if in_kernel:  # those that share a launch side by side
-            indices.sort(key=lambda i: (leaves[i].size, leaves[i].dtype.name))
-        counted = _count_in_kernel if in_kernel else _count_alike
-        parts.append(counted([leaves[i] for i in indices]))
+    for indices in groups.values():
+        if len(indices) > 1:
+            parts.append(jax.vmap(_count_leaf)(jnp.stack([leaves[i] for i in indices])))
+        else:
+            counts, squares = _count_leaf(leaves[indices[0]])
+            parts.append((counts[None], squares[None]))
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     order = np.argsort([i for group in groups.values() for i in group])
     return counts[order], squares[order]
 
 
-def _group_of(index: int, x: Array) -> Hashable:
-    """Returns a key of leaves that are counted together; the mesh for the kernel."""
-    if x.size <= SMALL:
-        return (x.shape, x.dtype, jax.typeof(x).sharding)
-    capability = gpu_capability()  # here, or in the mesh of a compilation
-    runs_triton = isinstance(capability, tuple) and capability >= (8, 0)
-    # The kernel indexes with 31 bits.
-    kinds = (jnp.float32, jnp.bfloat16, jnp.float16)
-    fits = x.size < 2**31 - 2**16 and any(x.dtype == kind for kind in kinds)
-    if runs_triton and fits and private("kernels") is not None:
-        return index if reason_against_shards(x) else jax.typeof(x).sharding.mesh
-    return index
-
-
-def _count_alike(leaves: Sequence[Array]) -> tuple[Array, Array]:
-    """Counts leaves of one type, each for itself, in plain JAX."""
-    if len(leaves) > 1:
-        return jax.vmap(_count_leaf)(jnp.stack(leaves))
-    counts, squares = _count_leaf(leaves[0])
-    return counts[None], squares[None]
-
-
 # Under jit, so that leaves of equal types are traced and lowered once.
 @jax.jit
 def _count_leaf(x: Array) -> tuple[Array, Array]:
-    """Counts one leaf in plain JAX."""
+    """Counts one leaf."""
     wide = x.astype(jnp.float32)
     squares, sharding = jnp.sum(wide * wide), jax.typeof(x).sharding
     if not has_explicit_axes(sharding.mesh) or sharding.mesh.are_all_axes_manual:
-        return _plain(x), squares
+        return _counts(x), squares
     # JAX cannot type a scatter of explicitly sharded arrays: each device counts its own.
-    axes = _axis_names(sharding.spec)
+    axes = tuple(itertools.chain.from_iterable(axes_of(sharding.spec)))
     count = jax.shard_map(
-        lambda x: carried(lax.psum(_plain(x), axes) if axes else _plain(x)),
+        lambda x: carried(lax.psum(_counts(x), axes) if axes else _counts(x)),
         mesh=sharding.mesh,
         in_specs=sharding.spec,
         out_specs=PartitionSpec(),
@@ -153,7 +129,7 @@ def _count_leaf(x: Array) -> tuple[Array, Array]:
     return count(x), squares
 
 
-def _plain(x: Array) -> Array:
+def _counts(x: Array) -> Array:
     """Counts as pairs; in parts if a count may not fit into int32."""
     bins, parts = bin_of(x), max(1, -(-x.size // LIMIT))
     if parts > 1:  # each with its own bins, by the position along the longest axis
@@ -161,212 +137,32 @@ def _plain(x: Array) -> Array:
         length = -(-x.shape[axis] // parts)
         bins += BINS * (lax.broadcasted_iota(jnp.int32, x.shape, axis) // length)
     size = BINS * parts
-    every = lax.broadcasted_iota(jnp.int32, (*[1] * x.ndim, size), x.ndim)
     counts = lax.platform_dependent(
         bins,
         # On a CPU 12 ns a value, instead of 280 ns.
         cpu=lambda bins: (
             jnp.zeros(size, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
         ),
-        default=lambda bins: jnp.sum(
-            lax.expand_dims(bins, (x.ndim,)) == every,
-            axis=tuple(range(x.ndim)),
-            dtype=jnp.int32,
-        ),
+        default=functools.partial(count_in_words, size=size),
     )
     return add_up(split(counts.reshape(parts, BINS)), 1)
 
 
-def _axis_names(spec: Iterable[object]) -> tuple[str, ...]:
-    """Returns the mesh axes of the parts of a `PartitionSpec`."""
-    return tuple(itertools.chain.from_iterable(axes_of(spec)))
+def count_in_words(bins: Array, *, size: int) -> Array:
+    """Returns how many values are in each bin, without a scatter.
 
-
-# --- In a kernel ----------------------------------------------------------------------
-
-
-@jax.jit
-def _count_in_kernel(leaves: Sequence[Array]) -> tuple[Array, Array]:
-    """Counts leaves in the kernel on CUDA devices, and in plain JAX elsewhere."""
-
-    def plain(*leaves: Array) -> tuple[Array, Array]:
-        counts, squares = zip(*map(_count_leaf, leaves), strict=True)
-        return jnp.stack(counts), jnp.stack(squares)
-
-    counts, squares = lax.platform_dependent(
-        *leaves, default=plain, cuda=plain_under_vmap(_partitioned, plain)
-    )
-    return carried(counts), squares
-
-
-def _partitioned(*leaves: Array) -> tuple[Array, Array]:
-    """Counts the shards of each device, and adds the counts of the devices."""
-    mesh, everywhere = jax.typeof(leaves[0]).sharding.mesh, PartitionSpec()
-    if mesh.are_all_axes_manual:
-        return _local(leaves, ())
-    if has_explicit_axes(mesh):
-        specs = tuple(jax.typeof(x).sharding.spec for x in leaves)
-        return jax.shard_map(
-            lambda *leaves: _local(leaves, specs),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=everywhere,
-            check_vma=False,
-        )(*leaves)
-
-    def parts(mesh: Mesh, args: Any, _: object) -> Parts:
-        given = tuple(arg.sharding for arg in args)
-        specs = [sharding.spec for sharding in given]
-        results = (NamedSharding(mesh, everywhere),) * 2
-        return Parts(lambda *leaves: _local(leaves, specs), given, results)
-
-    axes = [
-        " ".join(f"leaf{i}axis{j}" for j in range(x.ndim)) for i, x in enumerate(leaves)
-    ]
-    return partitioned(
-        lambda *leaves: _local(leaves, ()),
-        leaves,
-        parts,
-        rule=f"{', '.join(axes)} -> leaves bins words, leaves",
-        whole=("leaves", "bins", "words"),
-    )
-
-
-def _local(
-    leaves: Sequence[Array], specs: Sequence[PartitionSpec]
-) -> tuple[Array, Array]:
-    """Counts the arrays of a device, and adds over the mesh axes that shard each."""
-    counts, squares = count_local(leaves)
-    counts, names = split(counts), [_axis_names(spec) for spec in specs]
-    for axes in filter(None, dict.fromkeys(names)):
-        # Those of other leaves are added up as well, and not used.
-        sums = lax.psum((counts, squares), axes)
-        chosen = jnp.stack([jnp.array(name == axes) for name in names])
-        counts = jnp.where(chosen[:, None, None], sums[0], counts)
-        squares = jnp.where(chosen, sums[1], squares)
-    return counts, squares
-
-
-# --- The Triton kernel ----------------------------------------------------------------
-#
-# Each program keeps its values in registers and goes over the bins between the smallest and
-# the largest of them, four at a time: their counts are the bytes of an int32, so that one
-# comparison and one addition serve four bins. It writes the counts for itself and XLA adds
-# them up: Pallas lowers an atomic addition of integers to one of floats.
-
-WORDS = -(-BINS // 4)
-WIDTH = 1 << (2 * WORDS - 1).bit_length()
-
-
-class Tuning(NamedTuple):
-    """How values are cut into programs."""
-
-    lanes: int = 64  # values in one load, a power of two
-    loads: int = 16  # of a program, at most 255
-    warps: int = 1
-    batch: int = 8  # arrays of one size in a launch: one alone does not occupy a GPU
-
-    @property
-    def chunk(self) -> int:
-        """The number of values of a program."""
-        return self.lanes * self.loads
-
-
-# The gradients of ViT-Base, 87 M values in 200 leaves, on an H200: 0.49 ms, with 128 lanes
-# 0.57 ms, with 32 loads 0.59 ms; a finite check takes 0.46 ms. All bins instead of those
-# between the extremes took 0.65 ms, leaves one by one 1.4 ms. 24 leaves in a launch take
-# 0.41 ms, but compile for 13 s instead of 4.
-TUNING = Tuning()
-
-
-def count_local(
-    leaves: Sequence[Array], tuning: Tuning = TUNING, *, interpret: bool = False
-) -> tuple[Array, Array]:
-    """Returns the counts of arrays of one device, int32[leaves, BINS], and squares, f32.
-
-    Neighbours of one size and dtype share a launch.
+    Each value is compared with four bins at a time: their counts in a row of up to 128
+    values are the bytes of an int32.
     """
-    parts = []
-    for _, alike in itertools.groupby(leaves, lambda x: (x.size, x.dtype)):
-        flat = [x.reshape(-1) for x in alike]
-        for start in range(0, len(flat), tuning.batch):
-            batch = flat[start : start + tuning.batch]
-            parts.append(_launch(batch, tuning=tuning, interpret=interpret))
-    counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
-    return counts, squares
-
-
-# Under jit, so that batches of equal types are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("tuning", "interpret"))
-def _launch(
-    leaves: Sequence[Array], *, tuning: Tuning, interpret: bool
-) -> tuple[Array, Array]:
-    pl = private("kernels")
-    size, count = leaves[0].size, len(leaves)
-    programs = -(-size // tuning.chunk)
-    like = struct_like(leaves[0], (count, programs))
-    words, squares = pl.pallas_call(
-        functools.partial(_kernel, size=size, tuning=tuning),
-        out_shape=[
-            like.update(shape=(count, programs, WIDTH), dtype=jnp.int32),
-            like.update(dtype=jnp.float32),
-        ],
-        grid=(programs, count),
-        in_specs=[pl.no_block_spec] * count,
-        out_specs=[pl.no_block_spec] * 2,
-        compiler_params=pl.CompilerParams(num_warps=tuning.warps, num_stages=1),
-        interpret=interpret,
-        name="mpx_count_exponents",
-    )(*leaves)
-    # A word has two counts. Its neighbours have the bins between them.
-    low, high = jnp.sum(words & 0xFFFF, axis=1), jnp.sum(words >> 16, axis=1)
-    low, high = (x[:, : 2 * WORDS].reshape(count, WORDS, 2) for x in (low, high))
-    counts = jnp.concatenate([low, high], axis=-1).reshape(count, -1)[:, :BINS]
-    # Zeros are not counted, nor is what lies after the end.
-    rest = jnp.sum(counts[:, ZERO + 1 :], axis=1)
-    return counts.at[:, ZERO].set(size - rest), jnp.sum(squares, axis=1)
-
-
-def _kernel(*refs: Any, size: int, tuning: Tuning) -> None:
-    *x_refs, words_ref, squares_ref = refs
-    pl = private("kernels")
-    lanes, program, leaf = tuning.lanes, pl.program_id(0), pl.program_id(1)
-    lane = lax.iota(jnp.int32, lanes)
-
-    def load(x_ref: Any, first: Array) -> list[Array]:
-        found = []
-        for i in range(tuning.loads):
-            start = first + i * lanes
-            part = x_ref.at[pl.ds(start, lanes)]
-            if size % tuning.chunk:
-                zero = jnp.zeros((), x_ref.dtype)
-                found.append(pl.load(part, mask=start + lane < size, other=zero))
-            else:
-                found.append(pl.load(part))
-        return found
-
-    reads = [functools.partial(load, x_ref) for x_ref in x_refs]
-    first = program * tuning.chunk
-    found = lax.switch(leaf, reads, first) if len(reads) > 1 else reads[0](first)
-    squares, bins = jnp.zeros(lanes, jnp.float32), []
-    for x in found:
-        wide = x.astype(jnp.float32)
-        squares += wide * wide
-        bins.append(bin_of(x))
-    words = [(index >> 2, jnp.left_shift(1, (index & 3) * 8)) for index in bins]
-    lowest = [jnp.where(index == ZERO, BINS, index) for index in bins]
-    place = lax.iota(jnp.int32, WIDTH)
-
-    def count(k: Array, sums: Array) -> Array:
-        word = sum(jnp.where(at == k, one, 0) for at, one in words)
-        for odd in (0, 1):
-            # Two counts of 16 bits each: a program has fewer than 2¹⁵ values.
-            both = jnp.sum((word >> (8 * odd)) & 0x00FF00FF)
-            sums = jnp.where(place == 2 * k + odd, both, sums)
-        return sums
-
-    start = jnp.min(functools.reduce(jnp.minimum, lowest)) >> 2
-    stop = (jnp.max(functools.reduce(jnp.maximum, bins)) >> 2) + 1
-    sums = lax.fori_loop(start, stop, count, jnp.zeros(WIDTH, jnp.int32))
-    pl.store(words_ref.at[leaf, program, :], sums)
-    pl.store(squares_ref.at[leaf, program], jnp.sum(squares))
+    width = math.gcd(*bins.shape[-1:], 128)
+    over, lead = tuple(range(bins.ndim)), [1] * bins.ndim
+    if width < 32 or not bins.ndim or may_cut_groups(bins, width):
+        every = lax.iota(jnp.int32, size).reshape(*lead, size)
+        is_in = lax.expand_dims(bins, (bins.ndim,)) == every
+        return jnp.sum(is_in, over, jnp.int32)
+    rows = bins.reshape(*bins.shape[:-1], bins.shape[-1] // width, 1, width)
+    every = lax.iota(jnp.int32, size // 4).reshape(*lead, -1, 1)
+    ones = jnp.where(rows >> 2 == every, 1 << 8 * (rows & 3), 0)
+    words = jnp.sum(ones, axis=-1, keepdims=True, dtype=jnp.int32)
+    counts = words >> (8 * lax.iota(jnp.int32, 4)).reshape(*lead, 1, 4) & 255
+    return jnp.sum(counts, over, jnp.int32).reshape(size)

@@ -6,7 +6,7 @@ results of its shadow; only sums in fewer than 32 bits are left to XLA.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,9 +39,11 @@ _SUMS = names(
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp scatter-add scatter-mul "
     "reduce_window_sum select_and_scatter_add"
 )
-_PICKS = names(
-    "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
-    "copy_p optimization_barrier name sort reduce_max reduce_min max min"
+_PICKS = SHAPE_ONLY.union(
+    names(
+        "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
+        "copy_p optimization_barrier name sort reduce_max reduce_min max min"
+    )
 )
 _COMPARISONS = names("eq ne lt le gt ge")
 _ROUNDINGS = 16
@@ -203,7 +205,7 @@ def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
 def only_moves(eqn: Equation) -> bool:
     """Returns whether an equation returns numbers of its operands, none of them rounded."""
     if primitive_name(eqn) != "convert_element_type":
-        return primitive_name(eqn) in SHAPE_ONLY or primitive_name(eqn) in _PICKS
+        return primitive_name(eqn) in _PICKS
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if not is_float(before) or not is_float(after):
         return False
@@ -260,9 +262,17 @@ def mapped_axes(eqn: Equation) -> Axes:
 
 def split(x: Array, spec: PartitionSpec, axes: Axes) -> np.ndarray:
     """Returns an array as its shards, with one leading axis for each axis of the mesh."""
-    x = np.asarray(x)
-    shards = np.stack([x[part] for _, part in _parts(spec, x.shape, axes)])
-    return shards.reshape(*(size for _, size in axes), *shards.shape[1:])
+    x, sizes, shape, places = np.asarray(x), dict(axes), list[int](), dict[str, int]()
+    for size, named in zip(x.shape, axes_of(spec, x.ndim), strict=True):
+        for name in named:
+            places[name] = len(shape)
+            shape.append(sizes[name])
+            size //= sizes[name]
+        shape.append(size)
+    sharded = [places[name] for name in sizes if name in places]
+    x = np.moveaxis(x.reshape(shape), sharded, range(len(sharded)))
+    x = np.expand_dims(x, [i for i, name in enumerate(sizes) if name not in places])
+    return np.broadcast_to(x, (*sizes.values(), *x.shape[len(sizes) :]))
 
 
 def join(x: Array, spec: PartitionSpec, axes: Axes) -> np.ndarray:
@@ -271,23 +281,5 @@ def join(x: Array, spec: PartitionSpec, axes: Axes) -> np.ndarray:
     pairs = zip(x.shape[len(axes) :], axes_of(spec, x.ndim - len(axes)), strict=True)
     shape = [n * math.prod(sizes[axis] for axis in named) for n, named in pairs]
     whole = np.empty(shape, x.dtype)
-    for index, part in _parts(spec, shape, axes):
-        whole[part] = x[index]
+    whole.reshape(-1)[split(np.arange(whole.size).reshape(shape), spec, axes)] = x
     return whole
-
-
-def _parts(
-    spec: PartitionSpec, shape: Sequence[int], axes: Axes
-) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yields the position of each shard in the mesh, and its part of an array."""
-    sizes = dict(axes)
-    for index in np.ndindex(*sizes.values()):
-        at, part = dict(zip(sizes, index, strict=True)), list[slice]()
-        for size, named in zip(shape, axes_of(spec, len(shape)), strict=True):
-            position, count = 0, 1
-            for axis in named:
-                position = position * sizes[axis] + at[axis]
-                count *= sizes[axis]
-            width = size // count
-            part.append(slice(position * width, (position + 1) * width))
-        yield index, tuple(part)

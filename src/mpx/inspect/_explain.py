@@ -12,9 +12,9 @@ import numpy as np
 
 from mpx._fp8 import Fp8Function, Fp8State
 from mpx._jax._formats import FORMATS
-from mpx._program._queries import MATMULS, names
+from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import EPSILON, Blame, Origin, Verdict
+from mpx.inspect._blame import EPSILON, Blame, Verdict
 from mpx.inspect._equations import to_host
 from mpx.inspect._program import (
     Place,
@@ -27,20 +27,43 @@ from mpx.inspect._program import (
 from mpx.inspect._result import Result, Table, source_of
 from mpx.inspect._run import NAN, Node
 
-Kind = Literal[
-    "overflow",
-    "underflow",
-    "cancellation",
-    "accumulation",
-    "precision",
-    "constant",
-    "singularity",
-    "nan",
-    "input",
-    "decision",
-    "convergence",
-]
-"""What went wrong: the guide "My loss is nan" describes each kind."""
+_REMEDIES = {
+    "overflow": "{keep}",
+    "overflow, short": "{keep}; or use bf16, whose range is f32's",
+    "overflow, f32": "make its operands smaller: f32 itself overflows",
+    "overflow, exp": "subtract the maximum before `exp`, as `jax.nn.softmax` and "
+    "`logsumexp` do{or_keep}",
+    "overflow, scale": "the loss scale {scale:g} is too large here, {fits:g} would do: "
+    "`DynamicLossScaling` lowers it by itself and skips this step",
+    "underflow": "{keep}; or scale the numbers up first",
+    "underflow, log": "use `jax.nn.log_softmax` or `log_sigmoid` in place of the log; or "
+    "{keep}",
+    "underflow, no scale": "use a loss scaling, such as `mpx.DynamicLossScaling.pow2()`",
+    "underflow, scale": "use a larger loss scale than {scale:g}; or {keep}",
+    "cancellation": "avoid the difference of large numbers (a variance is "
+    "mean((x - mean)²), not mean(x²) - mean²); or {keep}, and the lines before it, too",
+    "accumulation": "add up in f32: make the accumulator an f32 array, or {keep}",
+    "precision": "{keep}; positions and angles in f32, too, before their sine and cosine",
+    "constant": "a number here is infinite in its format, or masks a whole row: use a "
+    "finite one that {low.name} holds, such as `jnp.finfo(x.dtype).min`, or compute this "
+    "in f32",
+    "constant, small": "a small number here, probably an epsilon, is 0 in {low.name}, or "
+    "its reciprocal is infinite: choose one above {least:.1g}, or compute what depends on "
+    "it in f32",
+    "singularity": "add an epsilon, replace zeros before the operation, or use "
+    "`log_softmax`, `log_sigmoid` or `logsumexp` for a logarithm",
+    "singularity, derivative": "the derivative of this line is infinite at this operand: "
+    "add an epsilon inside, or replace the operand by a safe one with `jnp.where` before "
+    "the operation, not after it",
+    "nan": "the operand is outside the domain, maybe by a rounding: clip it before the "
+    "operation, or look at how it is computed",
+    "input": "look at where this array comes from: the data, or an earlier step",
+    "decision": "do not let the loss depend on a comparison of nearly equal numbers; or "
+    "{keep}, and the lines before it, too",
+    "convergence": "the tolerance is finer than the format resolves: choose one above the "
+    "relative distance of its numbers, or {keep}",
+}
+"""What to do, for each kind of fault and, after a comma, for the cases that have their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +86,7 @@ class Finding:
         remedy: What to do.
     """
 
-    kind: Kind
+    kind: str
     place: Place
     near: str
     caller: str
@@ -94,17 +117,15 @@ class Finding:
         line += f" in `{place.function}`" if place.function else ""
         line += f", called from {self.caller}" if self.caller else ""
         limits = {"overflow": "largest number", "underflow": "smallest number"}
-        is_result = self.kind not in ("input", "constant", "decision", "convergence")
-        is_limit = self.kind not in ("constant", "singularity", "nan", "input")
         limit = limits.get(self.kind, "relative distance of numbers")
+        limit = f": {limit} {self.limit:.5g}" if self.kind not in _NO_LIMIT else ""
+        result = f"{_shown(self.result)} in f32, {_shown(self.got)} here"
         rows = {
             "operation": ", ".join(where),
             "line": line,
             "operands": "; ".join(map(_shown, self.operands)),
-            "result": f"{_shown(self.result)} in f32, {_shown(self.got)} here"
-            if is_result
-            else "",
-            "format": self.format + (f": {limit} {self.limit:.5g}" if is_limit else ""),
+            "result": "" if self.kind in _NO_RESULT else result,
+            "format": self.format + limit,
             "effect": self.effect,
             "remedy": self.remedy,
         }
@@ -120,28 +141,8 @@ def _shown(ends: tuple[float, float]) -> str:
 
 # --- What a verdict means -------------------------------------------------------------
 
-_SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
-_ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
-_DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
-_TOTALS = names("reduce_sum cumsum scatter-add reduce_window_sum")
-_REMEDIES = {
-    "input": "look at where this array comes from: the data, or an earlier step",
-    "accumulation": "add up in f32: make the accumulator an f32 array, or {keep}",
-    "cancellation": "avoid the difference of large numbers (a variance is "
-    "mean((x - mean)²), not mean(x²) - mean²); or {keep}, and the lines before it, too",
-    "decision": "do not let the loss depend on a comparison of nearly equal numbers; or "
-    "{keep}, and the lines before it, too",
-    "convergence": "the tolerance is finer than the format resolves: choose one above the "
-    "relative distance of its numbers, or {keep}",
-    "derivative": "the derivative of this line is infinite at this operand: add an epsilon "
-    "inside, or replace the operand by a safe one with `jnp.where` before the operation, "
-    "not after it",
-    "singularity": "add an epsilon, replace zeros before the operation, or use "
-    "`log_softmax`, `log_sigmoid` or `logsumexp` for a logarithm",
-    "nan": "the operand is outside the domain, maybe by a rounding: clip it before the "
-    "operation, or look at how it is computed",
-    "precision": "{keep}; positions and angles in f32, too, before their sine and cosine",
-}
+_NO_RESULT = ("input", "constant", "decision", "convergence")
+_NO_LIMIT = ("constant", "singularity", "nan", "input")
 
 
 class _Reader:
@@ -158,11 +159,11 @@ class _Reader:
 
     def finding(self, verdict: Verdict) -> Finding:
         blame, node = self._blame, self._blame.nodes[verdict.node]
-        decides = verdict.cause in ("loop", "decision")  # no result is made of it
+        kind = verdict.kind
+        decides = kind in ("convergence", "decision")  # no result is made of it
         backward = verdict.node not in blame.forward and not decides
         origin = verdict.origin
         out = origin.out if origin and origin.node == verdict.node else 0
-        kind = self._kind(verdict, node)
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
         place, near = _place(node, backward), ""
@@ -186,72 +187,26 @@ class _Reader:
             remedy=self._remedy(kind, node, place),
         )
 
-    def _kind(self, verdict: Verdict, node: Node) -> Kind:
-        if node.eqn is None:
-            return "input"
-        match verdict.cause:
-            case "constant" | "decision":
-                return verdict.cause
-            case "loop":
-                return "convergence"
-            case "sum":
-                return "accumulation" if node.primitive in _ADDS else "precision"
-            case "origin" if verdict.origin is not None:
-                return self._kind_of_origin(verdict.origin, node)
-        return self._kind_of_error(node)
-
-    def _kind_of_origin(self, origin: Origin, node: Node) -> Kind:
-        stats = node.stats[origin.out]
-        classes, in_shadow = stats.classes, stats.shadow_classes is not None
-        if not in_shadow and node.format and stats.largest > node.format.max:
-            return "overflow"
-        if classes is not None and (classes[origin.where] == NAN).all():
-            return "nan"
-        zero = any(x.zeros for x in self._recording.operands(node)) or 0 in node.written
-        if node.primitive in _SINGULAR and (zero or not in_shadow):
-            return "singularity" if in_shadow or zero else "underflow"
-        return "overflow"
-
-    def _kind_of_error(self, node: Node) -> Kind:
-        assert node.format is not None
-        worst = max(node.stats, key=lambda x: x.error)
-        if not worst.local_is_finite:
-            return "overflow"
-        sizes = [x.largest for x in self._recording.operands(node)]
-        is_small = worst.largest < max(sizes, default=0.0) / 8
-        tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
-        is_known = worst.largest > tiny or math.isinf(worst.error)
-        if subtracts and is_small and is_known:
-            return "cancellation"
-        if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
-            return "underflow"
-        if node.primitive in _TOTALS:
-            return "accumulation"
-        return "cancellation" if subtracts else "precision"
-
     def _effect(self, verdict: Verdict) -> str:
-        if verdict.origin is not None:
-            return self._effect_of_origin(verdict.node, verdict.origin)
-        if verdict.cause == "loop":
+        origin, blame = verdict.origin, self._blame
+        if verdict.kind == "convergence":
             return verdict.result
-        share = verdict.influence or 0.0
-        amount = "more than 100 %" if share > 1 else f"{100 * share:.3g} %"
-        return f"changes the {verdict.result} by {amount}, with all else in f32"
-
-    def _effect_of_origin(self, index: int, origin: Origin) -> str:
-        node = self._blame.nodes[origin.node]
+        if origin is None:
+            share = _amount(verdict.influence or 0.0)
+            return f"changes the {verdict.result} by {share}, with all else in f32"
+        node = blame.nodes[origin.node]
         classes = node.stats[origin.out].classes
         is_nan = classes is not None and (classes[classes != 0] == NAN).all()
         what = "nan" if is_nan else "infinite numbers"
-        if origin.node != index and node.eqn is not None:
+        if origin.node != verdict.node and node.eqn is not None:
             place = _place(node, False)
             return f"`{place.primitive}` at {place.source} makes {what} of it"
-        pairs = zip(self._blame.names, self._blame.own, strict=True)
+        pairs = zip(blame.names, blame.own, strict=True)
         reached = [name for name, x in pairs if not np.isfinite(x).all()]
         more = f" and {len(reached) - 1} more" if len(reached) > 1 else ""
         return f"{what}, which reach the {reached[0]}{more}"
 
-    def _remedy(self, kind: Kind, node: Node, place: Place) -> str:
+    def _remedy(self, kind: str, node: Node, place: Place) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
         if self._wrapper:
             selector = place.param if place.primitive in MATMULS else ""
@@ -259,65 +214,41 @@ class _Reader:
             keep = f'keep it in f32: `mpx.{self._wrapper}(fn, keep="{selector}")`'
             if not selector:
                 keep = "keep it in f32: put it under `with mpx.amp_stop():`"
-        if kind == "overflow":
-            return self._for_overflow(node, place, keep)
-        if kind == "underflow":
-            return self._for_underflow(node, place, keep)
-        if kind == "constant":
-            return _for_constant(node)
-        which = "derivative" if kind == "singularity" and place.backward else kind
-        return _REMEDIES[which].format(keep=keep)
-
-    def _for_overflow(self, node: Node, place: Place, keep: str) -> str:
-        room = self._blame.headroom * self.scale
-        if place.backward and self.scale > 1 and room >= 1:
-            fits = 2.0 ** math.floor(math.log2(room))
-            return (
-                f"the loss scale {self.scale:g} is too large here, {fits:g} would do: "
-                "`DynamicLossScaling` lowers it by itself and skips this step"
-            )
-        fixes = [] if node.format is None else [keep]
-        if place.primitive in ("exp", "exp2", "pow", "expm1"):
-            shift = (
-                "subtract the maximum before `exp`, as `jax.nn.softmax` and `logsumexp`"
-            )
-            fixes.insert(0, f"{shift} do")
-        elif node.format is not None and node.format.name != "bf16":
-            fixes.append("use bf16, whose range is f32's")
-        return "; or ".join(fixes) or "make its operands smaller: f32 itself overflows"
-
-    def _for_underflow(self, node: Node, place: Place, keep: str) -> str:
-        short = node.format and node.format.name in ("f16", "e5m2", "e4m3")
-        if place.backward and short:
-            if not self._has_scaling:
-                return "use a loss scaling, such as `mpx.DynamicLossScaling.pow2()`"
-            return f"use a larger loss scale than {self.scale:g}; or {keep}"
-        if place.primitive == "log":
-            return f"use `jax.nn.log_softmax` or `log_sigmoid` in place of the log; or {keep}"
-        return f"{keep}; or scale the numbers up first"
-
-
-def _for_constant(node: Node) -> str:
-    low = node.format or FORMATS["f32"]
-    if any(abs(x) < EPSILON for x in node.written):
-        return (
-            f"a small number here, probably an epsilon, is 0 in {low.name}, or its "
-            f"reciprocal is infinite: choose one above {1 / low.max:.1g}, or compute what "
-            "depends on it in f32"
+        low, room = node.format or FORMATS["f32"], self._blame.headroom * self.scale
+        short, backward = low.name in ("f16", "e5m2", "e4m3"), place.backward
+        cases = {
+            "overflow, scale": backward and self.scale > 1 and room >= 1,
+            "overflow, exp": place.primitive in ("exp", "exp2", "pow", "expm1"),
+            "overflow, short": short,
+            "overflow, f32": node.format is None,
+            "underflow, no scale": backward and short and not self._has_scaling,
+            "underflow, scale": backward and short,
+            "underflow, log": place.primitive == "log",
+            "constant, small": any(abs(x) < EPSILON for x in node.written),
+            "singularity, derivative": backward,
+        }
+        chosen = (x for x, holds in cases.items() if holds and x.startswith(f"{kind},"))
+        return _REMEDIES[next(chosen, kind)].format(
+            keep=keep,
+            or_keep=f"; or {keep}" if node.format else "",
+            low=low,
+            least=1 / low.max,
+            scale=self.scale,
+            fits=2.0 ** math.floor(math.log2(room)) if 0 < room < math.inf else 1.0,
         )
-    return (
-        "a number here is infinite in its format, or masks a whole row: use a finite one "
-        f"that {low.name} holds, such as `jnp.finfo(x.dtype).min`, or compute this in f32"
-    )
 
 
 def _place(node: Node, backward: bool) -> Place:
     if node.eqn is None:
         name = next(filter(None, node.names), "a constant")
         return Place("input", name, "", "unknown", "", False)
-    around, backward = node.around, backward or node.around.backward
+    around = node.around
     return place_of(
-        node.eqn, node.names, around.scopes, around.frames, backward=backward
+        node.eqn,
+        node.names,
+        around.scopes,
+        around.frames,
+        backward=backward or around.backward,
     )
 
 
@@ -351,13 +282,12 @@ class Explanation(Result):
         loss_error: The error of the loss, relative to that in f32.
         grad_errors: For each gradient of the compiled function the norm of its error,
             relative to the gradient in f32; to the other gradients if that is zero.
+            Empty if the function has no scalar loss or no parameters.
         unstable: The gradients that are not judged: a single rounding of the parameters
             changes them. That of a bias before a normalization is zero but for roundings.
         formats: The formats below f32 that were met.
         equations: How many operations were run, with each step of a loop.
         scale: The loss scale.
-        has_gradient: Whether the gradient was looked at: the function returns a scalar
-            first, and has parameters.
         notes: What else to know.
     """
 
@@ -373,7 +303,6 @@ class Explanation(Result):
     formats: tuple[str, ...]
     equations: int
     scale: float
-    has_gradient: bool
     notes: tuple[str, ...]
 
     def tables(self) -> list[Table]:
@@ -392,7 +321,7 @@ class Explanation(Result):
 
     def _looked_at(self) -> str:
         formats = ", ".join(self.formats) or "nothing below f32"
-        what = "loss and gradient" if self.has_gradient else "the forward pass only"
+        what = "loss and gradient" if self.grad_errors else "the forward pass only"
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
         is_off = 0.005 < self.loss_error < math.inf
         off = f" (off by {_amount(self.loss_error)})" if is_off else ""
@@ -501,8 +430,12 @@ def _with_gradient(
     if not forward.has_loss or not forward.params:
         labels = [f"result {i}" for i in range(len(forward.jaxpr.out_avals))]
         return forward, ["loss", *labels[1:]] if forward.has_loss else labels
-    names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
+    names = [_grad_of(forward.names[i]) for i in forward.params]
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
+
+
+def _grad_of(name: str) -> str:
+    return f"gradient of `{name}`"
 
 
 def _cpu() -> Any:
@@ -516,25 +449,23 @@ def _cpu() -> Any:
 
 
 def _explanation(blame: Blame, reader: _Reader, whole: Program) -> Explanation:
-    findings = [reader.finding(x) for x in blame.verdicts]
-    has_gradient = any(blame.is_grad)
-    known = [str(whole.names[i]) for i in whole.params] if has_gradient else []
-    grads = list(zip(known, blame.errors[1:], blame.stable[1:], strict=False))
+    fault, *others = [reader.finding(x) for x in blame.verdicts] or [None]
+    known = [whole.names[i] for i in whole.params] if any(blame.is_grad) else []
+    errors, judgement = blame.errors.tolist(), blame.judgement
     formats = {x.format.name for x in blame.nodes if x.format is not None}
     return Explanation(
-        ok=blame.judgement == "ok",
-        verdict=blame.judgement,
-        fault=findings[0] if findings else None,
-        others=tuple(findings[1:]),
+        ok=judgement == "ok",
+        verdict=judgement,
+        fault=fault,
+        others=tuple(filter(None, others)),
         loss=_first(blame.actual),
         loss_in_f32=_first(blame.exact),
-        loss_error=blame.errors[0] if "loss" in blame.names[:1] else 0.0,
-        grad_errors={name: x for name, x, _ in grads},
-        unstable=tuple(name for name, _, stable in grads if not stable),
+        loss_error=errors[0] if "loss" in blame.names[:1] else 0.0,
+        grad_errors=dict(zip(map(str, known), errors[1:], strict=False)),
+        unstable=tuple(str(x) for x in known if _grad_of(x) in blame.unstable),
         formats=tuple(sorted(formats)),
         equations=sum(x.eqn is not None for x in blame.nodes),
         scale=reader.scale,
-        has_gradient=has_gradient,
         notes=blame.notes,
     )
 

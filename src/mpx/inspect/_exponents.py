@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from mpx.inspect._counting import (
     carried,
     count,
 )
+from mpx.inspect._dtypes import is_float
 from mpx.inspect._result import Result, Table, amount, percent
 
 SHOWN = ("f16", "bf16", "e5m2", "e4m3")
@@ -48,8 +48,7 @@ class ExponentStats(Result):
 
     Made by `exponent_stats`. It is a pytree: return it from jit, carry it through a scan,
     stack it over layers. `a + b` counts the values of both, and `sum` merges the leading
-    axes that `scan` and `vmap` add. What the histograms say is computed on the host, once
-    you ask for it.
+    axes that `scan` and `vmap` add. All else is computed on the host, once you ask for it.
 
     A value `x` with `2**e <= |x| < 2**(e+1)` has the exponent `e`. Exponents from -63 to 31
     have a bin each; smaller and larger values share one bin on each side.
@@ -93,11 +92,10 @@ class ExponentStats(Result):
     def sum(self) -> "ExponentStats":
         """Merges leading axes: the layers of a scan, the steps, the lanes of a vmap."""
         batch = self.counts.ndim - 3
-        over = tuple(range(batch))
         return dataclasses.replace(
             self,
             counts=add_up(self.counts, batch),
-            squares=jnp.sum(self.squares, axis=over),
+            squares=jnp.sum(self.squares, axis=tuple(range(batch))),
         )
 
     def all_finite(self) -> Bool[Array, "*batch"]:
@@ -196,22 +194,6 @@ class ExponentStats(Result):
         found = self.ranges()
         return [math.nan if x is None else 2.0 ** (top - 1 - x[1]) for x in found]
 
-    def select(self, choose: str | Callable[[str], bool]) -> "ExponentStats":
-        """Returns the statistics of some leaves.
-
-        Args:
-            choose: A regular expression to find in the names, or a function of a name.
-        """
-        chosen = choose if callable(choose) else re.compile(choose).search
-        rows = np.array([i for i, name in enumerate(self.names) if chosen(name)], int)
-        return dataclasses.replace(
-            self,
-            counts=self.counts[..., rows, :, :],
-            squares=self.squares[..., rows],
-            names=tuple(self.names[i] for i in rows),
-            dtypes=tuple(self.dtypes[i] for i in rows),
-        )
-
     def to_dict(self) -> dict[str, list]:
         """Returns the names, dtypes, norms and histograms of the leaves as lists."""
         return {
@@ -221,43 +203,44 @@ class ExponentStats(Result):
             "counts": self._host.tolist(),
         }
 
-    def tables(
-        self, *, scale: float = 1.0, formats: Sequence[str] = SHOWN
-    ) -> Sequence[Table]:
+    def tables(self, *, scale: float = 1.0) -> Sequence[Table]:
         """Returns one row for each leaf, with its histogram as bars.
 
         Args:
             scale: The loss scale at which the shares are computed.
-            formats: The formats for which they are.
         """
         if not self.names:
             return [Table.text("No floating leaf.")]
         ranges, best = self.ranges(), self.best_scale()
-        flushed = [self.flushed(name, scale) for name in formats]
+        flushed = [self.flushed(name, scale) for name in SHOWN]
         found = [x for x in ranges if x is not None] or [(0, 0)]
         low, high = min(x for x, _ in found), max(x for _, x in found)
         shown = self._host[:, low - LOWEST + FIRST : high - LOWEST + FIRST + 1]
         rows = []
         for i, size in enumerate(self.sizes.tolist()):
             infs, nans, ends = int(self.infs[i]), int(self.nans[i]), ranges[i]
-            cells = [self.names[i] or "(leaf)", self.dtypes[i], amount(size)]
-            cells.append(_sparkline(shown[i].tolist()))
-            cells.append("2^{} … 2^{}".format(*ends) if ends else "–")
-            cells.append(percent(self.zeros[i] / size) if size else "–")
-            cells += [percent(x[i]) if ends else "–" for x in flushed]
-            cells.append(f"{infs}, {nans}" if infs + nans else "–")
-            cells.append("–" if math.isnan(best[i]) else _power(best[i]))
-            rows.append(cells)
+            rows.append(
+                [
+                    self.names[i] or "(leaf)",
+                    self.dtypes[i],
+                    amount(size),
+                    _sparkline(shown[i].tolist()),
+                    "2^{} … 2^{}".format(*ends) if ends else "–",
+                    percent(self.zeros[i] / size) if size else "–",
+                    *(percent(x[i]) if ends else "–" for x in flushed),
+                    f"{infs}, {nans}" if infs + nans else "–",
+                    "–" if math.isnan(best[i]) else _power(best[i]),
+                ]
+            )
         head = ["leaf", "dtype", "values", f"2^{low} … 2^{high}", "range", "zero"]
-        head += [*(f"→0 {name}" for name in formats), "inf, nan", "best scale"]
-        title = "Exponents" + _at(scale)
+        head += [*(f"→0 {name}" for name in SHOWN), "inf, nan", "best scale"]
         text = "→0: the share of the numbers that the format rounds to zero."
-        for name in formats:
+        for name in SHOWN:
             most = self.overflowing(name, scale).max()
             if most > 0:
                 text += f" Up to {percent(most)} of a leaf overflows in {name}."
         right = frozenset({2, *range(5, len(head))})
-        return [Table(head, rows, title, right), Table.text(text)]
+        return [Table(head, rows, "Exponents" + _at(scale), right), Table.text(text)]
 
     def __repr__(self) -> str:
         """Shows how many leaves there are; `str` and `print` show the table."""
@@ -326,7 +309,7 @@ def exponent_stats(tree: PyTree, *, axis_name: AxisName | None = None) -> Expone
     """
     check_axis_name(axis_name)
     leaves = named_leaves(without_variables(tree))
-    found = [(name, x) for name, x in leaves if _has_exponents(x)]
+    found = [(name, x) for name, x in leaves if dtype_of(x) is not None and is_float(x)]
     counts, squares = count([lax.stop_gradient(jnp.asarray(x)) for _, x in found])
     if axis_name is not None:
         counts, squares = lax.psum((counts, squares), axis_name)
@@ -339,11 +322,6 @@ def exponent_stats(tree: PyTree, *, axis_name: AxisName | None = None) -> Expone
     )
 
 
-def _has_exponents(leaf: object) -> bool:
-    dtype = dtype_of(leaf)
-    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
-
-
 # --- Pictures -------------------------------------------------------------------------
 
 
@@ -351,7 +329,6 @@ def plot_exponents(
     stats: ExponentStats,
     *,
     scale: float = 1.0,
-    formats: Sequence[str] = SHOWN,
     title: str = "",
     ax: Any = None,
 ) -> Any:
@@ -364,7 +341,6 @@ def plot_exponents(
     Args:
         stats: The histograms. Up to ten are drawn as such, more as a heat map.
         scale: The loss scale.
-        formats: The formats to compare with.
         title: A line above the picture.
         ax: The `matplotlib.axes.Axes` to draw the histograms in, with the formats right
             above it; by default those of a new figure.
@@ -388,45 +364,37 @@ def plot_exponents(
             'plot_exponents needs matplotlib: `pip install "mpx-jax[inspect]"`.'
         ) from error
     counts = stats.histogram()[:, BELOW:INF]
-    rows = max(1, len(stats.names))
     if ax is None:
-        ratio = [max(1.0, 0.25 * len(formats)), min(0.45 * rows, 2 + 0.16 * rows)]
-        height = min(1.2 + 0.25 * len(formats) + ratio[1], 16)
-        figure = Figure(figsize=(8, height), layout="constrained")
+        rows = max(1, len(stats.names))
+        ratio = [1.0, min(0.45 * rows, 2 + 0.16 * rows)]
+        size = 8, min(2.2 + ratio[1], 16)
+        figure = Figure(figsize=size, layout="constrained")
         top, main = figure.subplots(2, 1, sharex=True, height_ratios=ratio)
     else:
         figure, main = ax.figure, ax
         top = ax.inset_axes((0, 1.03, 1, 0.25), sharex=ax)
-    _draw_formats(top, scale, formats)
+    _draw_formats(top, scale)
     shares = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
     draw = _draw_ridges if len(stats.names) <= _RIDGES else _draw_heat
     draw(main, np.sqrt(shares), stats.names)
-    span = _span(stats, scale, formats)
+    # The values, and the ends of formats that are near.
+    ends = [x for name in SHOWN for x in (FORMATS[name].smallest, FORMATS[name].max)]
+    shown = [x for x in np.log2(np.array(ends) / scale) if LOWEST < x < HIGHEST + 3]
+    shown += [x for pair in stats.ranges() for x in pair or (-20, 4)] or [-20, 4]
+    span = max(math.floor(min(shown)) - 2, LOWEST - 1), math.ceil(max(shown)) + 3
     main.set(xlim=span, xlabel="exponent: values from 2^e to 2^(e+1)")
     top.set_title((title + _at(scale)).strip(), loc="left")
     return figure
 
 
-def _span(
-    stats: ExponentStats, scale: float, formats: Sequence[str]
-) -> tuple[int, int]:
-    """Returns the exponents to draw: the values, and the ends of formats that are near."""
-    forms = [FORMATS[name] for name in formats]
-    ends = [math.log2(x / scale) for form in forms for x in (form.smallest, form.max)]
-    shown = [x for x in ends if LOWEST < x < HIGHEST + 3]
-    shown += [x for pair in stats.ranges() for x in pair or (-20, 4)]
-    low, high = math.floor(min(shown, default=-20)), math.ceil(max(shown, default=4))
-    return max(low - 2, LOWEST - 1), high + 3
-
-
-def _draw_formats(ax: Any, scale: float, formats: Sequence[str]) -> None:
-    for row, name in enumerate(formats):
+def _draw_formats(ax: Any, scale: float) -> None:
+    for row, name in enumerate(SHOWN):
         form, color = FORMATS[name], f"C{row}"
         ends = form.smallest, form.tiny, form.max
         low, tiny, high = (math.log2(x / scale) for x in ends)
         ax.barh(row, tiny - low, left=low, height=0.25, color=color, alpha=0.5)
         ax.barh(row, high - tiny, left=tiny, height=0.6, color=color)
-    ax.set_yticks(range(len(formats)), formats)
+    ax.set_yticks(range(len(SHOWN)), SHOWN)
     ax.invert_yaxis()
     ax.tick_params(axis="x", labelbottom=False)
     ax.grid(axis="x", alpha=0.3)

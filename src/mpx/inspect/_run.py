@@ -139,11 +139,11 @@ class Run:
         """Runs an equation without jaxprs inside, in the precision that its site has."""
         args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
         if self._constant is not None and eqn is self._constant[0]:
-            number, pairs = (
-                np.float32(self._constant[1]),
-                zip(args, eqn.invars, strict=True),
-            )
-            args = [number if isinstance(atom, Literal) else x for x, atom in pairs]
+            number, pairs = self._constant[1], zip(args, eqn.invars, strict=True)
+            args = [
+                np.float32(number) if isinstance(atom, Literal) else x
+                for x, atom in pairs
+            ]
         is_low = low_format(eqn) is not None
         if is_low and (only_moves(eqn) or not self._low(site)):
             outs = run_in_f32(eqn, args, axes)
@@ -213,8 +213,8 @@ class Run:
         branches = eqn.params["branches"]
 
         def decide() -> int:
-            chosen = int(np.asarray(index.lanes[0]).reshape(-1)[0])
-            return min(max(chosen, 0), len(branches) - 1)
+            chosen = np.asarray(index.lanes[0]).reshape(-1)[0]
+            return int(np.clip(chosen, 0, len(branches) - 1))
 
         return self(branches[self._choose(decide)], rest, around)
 
@@ -261,10 +261,11 @@ class Run:
     def _stack(self, values: Values, var: Any, depth: int) -> Value:
         if not values:
             return self.source(self.lanes_of(np.zeros(var.aval.shape, var.aval.dtype)))
-        columns = [[x.lanes[i] for x in values] for i in range(len(values[0].lanes))]
-        is_one = all(x.lanes[0] is x.lanes[-1] for x in values)
-        kept = [_stacked(column, depth) for column in columns[:1] if is_one]
-        lanes = kept * len(columns) or [_stacked(column, depth) for column in columns]
+        first, *others = zip(*(x.lanes for x in values), strict=True)
+        lanes = [_stacked(first, depth)]
+        for lane in others:
+            is_one = all(map(operator.is_, lane, first))
+            lanes.append(lanes[0] if is_one else _stacked(lane, depth))
         return self.source(tuple(lanes), [x.ref for x in values])
 
     def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
@@ -341,9 +342,10 @@ class Node:
         """The largest local error of a result."""
         return max((x.error for x in self.stats), default=0.0)
 
-    def deviates(self, limit: float) -> bool:
-        """Returns whether a result is further from the shadow than a limit."""
-        return any(x.deviation > limit for x in self.stats)
+    @property
+    def deviation(self) -> float:
+        """The largest distance of a result from the shadow."""
+        return max((x.deviation for x in self.stats), default=0.0)
 
 
 class Recording(Run):
@@ -371,9 +373,8 @@ class Recording(Run):
         own = Run(lambda _: True, most_steps=most)
         own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
         if own.is_cut:
-            before = self.before([test.ref[0]])
-            known = (i for i in before if self.nodes[i].eqn is not None)
-            compares = (i for i in known if is_decision(self.nodes[i].eqn))
+            before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
+            compares = (i for i, x in before if x is not None and is_decision(x))
             self.endless.append((next(compares, test.ref[0]), step, step + most))
 
     def lanes_of(self, x: Array) -> Lanes:
@@ -416,12 +417,17 @@ class Recording(Run):
                 if not np.array_equal(shadow[0], free):
                     self.turned.add(len(self.nodes))
             self.decisions.append(np.asarray(shadow[0]))
-        index, parents = len(self.nodes), tuple(x.ref for x in operands)
-        names, written = tuple(x.name for x in operands), tuple(_written(operands))
-        stats = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
-        node = Node(eqn, around, names, parents, stats, low, written=written)
+        node = Node(
+            eqn,
+            around,
+            names=tuple(x.name for x in operands),
+            parents=tuple(x.ref for x in operands),
+            stats=[_compare(*x) for x in zip(outs, shadow, local, strict=True)],
+            format=low,
+            written=tuple(_written(operands)),
+        )
         self.nodes.append(node)
-        lanes = zip(outs, shadow, strict=True)
+        lanes, index = zip(outs, shadow, strict=True), len(self.nodes) - 1
         return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
 
     def stats(self, ref: Ref) -> Stats:
@@ -482,8 +488,8 @@ def _classes(x: np.ndarray) -> np.ndarray | None:
     return np.asarray(np.where(finite, 0, kinds), np.int8)
 
 
-def _ends(x: np.ndarray, classes: np.ndarray | None) -> tuple[float, float]:
-    x = x if classes is None else x[classes == 0]
+def _ends(x: np.ndarray) -> tuple[float, float]:
+    x = x[np.isfinite(x)]
     return (float(x.min()), float(x.max())) if x.size else _NONE
 
 
@@ -493,12 +499,10 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
         return Stats()
     a = np.asarray(widened(own))
     s = a if own is shadow else np.asarray(widened(shadow))
-    stats = Stats(_classes(a), zeros=bool(np.any(a == 0)))
+    stats = Stats(_classes(a), own=_ends(a), zeros=bool(np.any(a == 0)))
     stats.shadow_classes = stats.classes if s is a else _classes(s)
-    stats.own = _ends(a, stats.classes)
-    stats.shadow = stats.own if s is a else _ends(s, stats.shadow_classes)
-    ends = [abs(x) for x in stats.shadow if math.isfinite(x)]
-    stats.largest = max(ends, default=0.0)
+    stats.shadow = stats.own if s is a else _ends(s)
+    stats.largest = float(np.nanmax(np.abs([0.0, *stats.shadow])))
     if s is a or local is None:
         return stats
     with np.errstate(all="ignore"):
@@ -510,8 +514,9 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
         t, nonzero = np.asarray(widened(local)), good & (s != 0)
         stats.local_is_finite = bool((np.isfinite(t) | ~good).all())
         error = np.where(good & np.isfinite(t), t - s, 0)
-        is_known = stats.local_is_finite
-        stats.error = _relative_norm(error, wanted) if is_known else math.inf
+        stats.error = _relative_norm(error, wanted)
+        if not stats.local_is_finite:
+            stats.error = math.inf
         if nonzero.any():
             magnitudes = np.abs(s[nonzero])
             stats.smallest = float(magnitudes.min())

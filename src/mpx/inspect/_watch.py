@@ -1,12 +1,9 @@
 """A recorder for training loops: what a step observes of itself, kept and shown."""
 
 import dataclasses
-import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +24,10 @@ from mpx._jax._tree import (
 )
 from mpx._jax._warn import warn
 from mpx.inspect._exponents import ExponentStats, exponent_stats
-from mpx.inspect._page import Timeline, write_page
 from mpx.inspect._result import Result, Table, percent
 
-AMAXES = ("activation", "weight", "gradient")
-FORMATS_LOST = ("f16", "e5m2", "e4m3")
-Groups = Callable[[str], str]
+_AMAXES = ("activation", "weight", "gradient")
+_FORMATS = ("f16", "e5m2", "e4m3")  # whose underflow is recorded
 Write = Callable[[int, Mapping[str, float]], object]
 
 # --- In the jitted step ---------------------------------------------------------------
@@ -49,8 +44,8 @@ class Observation:
         scale: The loss scale of the step, f32[], or `None` if that is not known.
         scaling: The metrics of the loss scaling for the next step, by name.
         grads: The exponents of the gradients, an `ExponentStats`, or `None`.
-        stuck: By parameter, the share of its numbers that have a gradient and that the
-            step did not change.
+        stuck: By parameter, how many of its numbers have a gradient and were not changed
+            by the step, and how many there are, f32[2].
         amaxes: By matmul in fp8, the newest magnitudes of activation, weight, gradient.
         extra: Other scalars.
     """
@@ -90,9 +85,8 @@ def observe(
         loss: The loss, if there is no `result`.
         grads: The gradients, if there is no `result`.
         finite: Whether the step was taken; by default, whether the gradients are finite.
-        scaling: The loss scaling with which the step was taken. A `result` holds that of
-            the next step, from which the recorder knows the scale of all steps but the
-            first.
+        scaling: The loss scaling with which the step was taken. Without it, the scale of
+            the first step is not known.
         fp8: The state of delayed scaling, if there is no `result`.
         before: The parameters before the step, to find those that do not move. For a
             compressed optimizer these are `mpx.optim.master_params(params, state)`.
@@ -153,7 +147,8 @@ def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
         slope = slopes.get(str(name))
         if slope is not None and jnp.shape(slope) == jnp.shape(old):
             still = still & (jnp.asarray(slope) != 0)
-        found[str(name)] = jnp.mean(still, dtype=jnp.float32)
+        share = jnp.mean(still, dtype=jnp.float32)
+        found[str(name)] = jnp.stack([share, jnp.ones_like(share)]) * still.size
 
     map_with_name(compare, before, after)
     return found
@@ -258,23 +253,17 @@ def _as_writers(writer: PyTree) -> list[Write]:
 class Watch:
     """Records the steps of a training loop; `watch` is another name for it.
 
-    It records the loss, the loss scale, skipped steps and the gradient that caused each,
-    gradient norms, the share of gradients that would be flushed to zero, weights that do
-    not move, and the magnitudes of delayed scaling.
-
     `observe` belongs inside the jitted step and `record` into the loop. `record` keeps
     arrays that may not be computed yet, and fetches them every few steps, so that the
-    host does not wait for the device at each.
+    host does not wait for the device at each. The guide "Watch a run" lists what is
+    recorded.
 
     Args:
         writer: Gets the numbers of each step, when they are fetched: a
             `tensorboardX.SummaryWriter`, a run of W&B, a function of the step and a dict,
             or a list of them.
         every: How many steps are kept before they are fetched from the device.
-        groups: How many parts of a parameter's path make its group, or a function from
-            the path to the name of the group.
         stalled_after: Warns if no step was taken for this many steps.
-        title: The title of the page.
 
     Raises:
         TypeError: If `writer` is none of these.
@@ -303,17 +292,13 @@ class Watch:
         writer: object = None,
         *,
         every: int = 50,
-        groups: int | Groups = 2,
         stalled_after: int = 100,
-        title: str = "Training run",
     ) -> None:
         self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
         self._stalled_after = as_count(stalled_after, "stalled_after", at_least=1)
-        self._groups = groups
         self._pending: list[tuple[int, Observation]] = []
-        self.timeline = Timeline()
-        self.title = title
+        self._steps = self._skipped = 0
         self.skips: list[Skip] = []
         self.notes: dict[str, str] = {}
         self._idle = self._next = 0
@@ -327,17 +312,12 @@ class Watch:
         Args:
             observation: What `observe` returned; or the observations of several steps,
                 as `lax.scan` stacks them.
-            step: The number of the step; by default, one more than the last. If it is not
-                beyond the last, as after a restart from a checkpoint, what was recorded
-                from there on is replaced. In a long run, a few steps before it may be
-                dropped, too: those that share a point of the curves with it.
+            step: The number of the step; by default, one more than the last. It may be
+                smaller, as after a restart from a checkpoint.
         """
         step = self._next if step is None else int(step)
         if step < self._next:
             self.flush()
-            self.timeline.forget_from(step)
-            last = max(self.timeline.ends, default=-1)
-            self.skips = [skip for skip in self.skips if skip.step <= last]
             self._idle, self._scale = 0, math.nan
         self._next = step + math.prod(observation.finite.shape)
         self._pending.append((step, observation))
@@ -378,16 +358,16 @@ class Watch:
         if not math.isnan(scale):
             numbers["loss_scaling"] = scale
         if seen.grads is not None:
-            numbers |= self._gradients(seen.grads, 1.0 if math.isnan(scale) else scale)
+            numbers |= _gradients(seen.grads, 1.0 if math.isnan(scale) else scale)
         if finite:
-            numbers |= self._parameters(seen)
+            numbers |= _stuck_shares(seen.stuck)
             self.exponents = seen.grads or self.exponents
         for key, amaxes in seen.amaxes.items():
-            values = zip(AMAXES, np.asarray(amaxes).tolist(), strict=True)
+            values = zip(_AMAXES, np.asarray(amaxes).tolist(), strict=True)
             numbers |= {f"amax/{key}/{kind}": value for kind, value in values}
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
-        self.timeline.add(step, numbers)
         self._latest |= numbers
+        self._steps += 1
         if finite:
             self._idle = 0
         else:
@@ -403,46 +383,10 @@ class Watch:
             return float(seen.scale)
         return following if math.isnan(before) else before
 
-    def _group(self, name: str) -> str:
-        """Returns the group of a leaf: the first parts of its path, without the last."""
-        if not isinstance(self._groups, int):
-            return self._groups(name)
-        parts = name.split("/")
-        return "/".join(parts[: max(1, min(self._groups, len(parts) - 1))])
-
-    def _gradients(self, stats: ExponentStats, scale: float) -> dict[str, float]:
-        """Returns norms, and the shares that are zero or would be."""
-        groups: dict[str, float] = {}
-        for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
-            group = self._group(name)
-            groups[group] = math.hypot(groups.get(group, 0.0), norm)
-        numbers = {"grad_norm": math.hypot(*groups.values())}
-        numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
-        sizes = stats.sizes - stats.zeros - stats.nonfinite
-        for name in FORMATS_LOST:
-            lost = stats.flushed(name, scale) @ sizes
-            numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
-        numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
-        return numbers
-
-    def _parameters(self, seen: Observation) -> dict[str, float]:
-        """Returns the shares of weights that did not move, of all and by group."""
-        sizes = {}
-        if seen.grads is not None:
-            sizes = dict(zip(seen.grads.names, seen.grads.sizes.tolist(), strict=True))
-        groups: dict[str, list[tuple[float, float]]] = {}
-        for name, share in seen.stuck.items():
-            size = max(sizes.get(name, 1), 1)
-            for key in (f"stuck/{self._group(name)}", "stuck"):
-                groups.setdefault(key, []).append((float(share) * size, size))
-        return {
-            key: sum(stuck for stuck, _ in pairs) / sum(size for _, size in pairs)
-            for key, pairs in groups.items()
-        }
-
     def _note_skip(self, skip: Skip) -> None:
         """Notes a step that was not taken, and a run that stands still."""
         self._idle += 1
+        self._skipped += 1
         self.skips = [*self.skips[-999:], skip]
         if self._idle != self._stalled_after:
             return
@@ -468,65 +412,47 @@ class Watch:
                 "use `mpx.optim.master_weights` or a compressed optimizer."
             )
 
-    @property
-    def steps(self) -> int:
-        """The number of steps that were recorded and fetched."""
-        return sum(int(x[0]) for x in self.timeline.curves.get("skipped", []) if x)
-
-    @property
-    def skipped(self) -> int:
-        """How many of them were not taken."""
-        return sum(int(x[1]) for x in self.timeline.curves.get("skipped", []) if x)
-
     def summary(self) -> RunSummary:
         """Returns what has been seen so far; waits for the steps that were recorded."""
         self.flush()
         return RunSummary(
-            steps=self.steps,
-            skipped=self.skipped,
+            steps=self._steps,
+            skipped=self._skipped,
             skips=tuple(self.skips),
             numbers=dict(self._latest),
             notes=tuple(self.notes.values()),
         )
 
-    def page(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a page with the curves and the exponents, and returns its path.
 
-        It is one file, which needs no server and no network.
-        """
-        tables = list(self.summary().tables())
-        del tables[1:2]  # the numbers, which the curves show
-        if self.exponents is not None:
-            scale = self._latest.get("loss_scaling", 1.0)
-            tables += self.exponents.tables(scale=scale)
-        return write_page(Path(path), self.title, self.timeline, tables)
+def _group(name: str) -> str:
+    """Returns the group of a leaf: up to two parts of its path, without the last."""
+    parts = name.split("/")
+    return "/".join(parts[: max(1, min(2, len(parts) - 1))])
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves what has been recorded as JSON, beside a checkpoint; see `load`.
 
-        The file is replaced at once: it is the old or the new one, also after a crash.
-        """
-        self.flush()
-        fields = {name: getattr(self, name) for name in _SAVED}
-        fields |= {"timeline": vars(self.timeline)}
-        fields |= {"skips": [dataclasses.asdict(skip) for skip in self.skips]}
-        path = Path(path)
-        # A file that was cut off by a crash would hide the one before it.
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        try:
-            new.write_text(json.dumps(fields), encoding="utf-8")
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+def _gradients(stats: ExponentStats, scale: float) -> dict[str, float]:
+    """Returns norms, and the shares that are zero or would be."""
+    groups: dict[str, float] = {}
+    for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
+        group = _group(name)
+        groups[group] = math.hypot(groups.get(group, 0.0), norm)
+    numbers = {"grad_norm": math.hypot(*groups.values())}
+    numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
+    sizes = stats.sizes - stats.zeros - stats.nonfinite
+    for name in _FORMATS:
+        lost = stats.flushed(name, scale) @ sizes
+        numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
+    numbers["zeros"] = float(stats.zeros.sum() / max(stats.sizes.sum(), 1))
+    return numbers
 
-    def load(self, path: str | os.PathLike[str]) -> "Watch":
-        """Goes on where a saved recorder ended. Returns the recorder itself."""
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        for name in _SAVED:
-            setattr(self, name, fields[name])
-        vars(self.timeline).update(fields["timeline"])
-        self.skips = [Skip(**skip) for skip in fields["skips"]]
-        return self
+
+def _stuck_shares(stuck: Mapping[str, ArrayLike]) -> dict[str, float]:
+    """Returns the shares of weights that did not move, of all and by group."""
+    sums: dict[str, np.ndarray] = {}
+    for name, pair in stuck.items():
+        for key in (f"stuck/{_group(name)}", "stuck"):
+            sums[key] = sums.get(key, 0) + np.asarray(pair, np.float64)
+    return {key: float(still / size) for key, (still, size) in sums.items()}
 
 
 def _single_steps(seen: Observation) -> Iterator[Observation]:
@@ -551,5 +477,4 @@ def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
     return Skip(step, stats.names[i], bad, infs, nans, loss, scale)
 
 
-_SAVED = ("title", "notes", "_idle", "_next", "_scale", "_latest")
 watch = Watch
