@@ -136,7 +136,6 @@ def reference(rule, weight, grads):
         yield w
 
 
-@pytest.mark.some(5)
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_f64_and_of_optax(name):
     make, rule, optax_make = RULES[name]
