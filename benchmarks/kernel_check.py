@@ -28,8 +28,7 @@ import mpx
 from _measure import read_options
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._core import Step
-from mpx._optim._options import master_codec, moment_codec
-from mpx._optim._packing import PackedLeaf, Unpacked
+from mpx._optim._packing import PackedLeaf, Unpacked, master_codec, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
 from mpx._optim._update_rules import Given
@@ -496,7 +495,7 @@ def run_huge(rows, width, chunk):
     inputs = jax.jit(functools.partial(huge_inputs, rows, width))()
     step = functools.partial(take_step, case.optimizer("auto"))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
-    leaf = PackedLeaf(inputs[0]["w"], *inputs[1].packed["w"])
+    leaf = PackedLeaf(inputs[0]["w"], inputs[1].packed["w"])
     launches = int(_triton.can_address(leaf, _dispatch._BLOCK))
     problems = kernel_problems(program, "kernel", launches)
     result = program(*inputs, yes, scale)

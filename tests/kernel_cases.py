@@ -137,7 +137,7 @@ def plain(plan, scalars, grad, leaf):
 
 @functools.partial(jax.jit, static_argnums=0)
 def first_step(plan, scalars, grad, param):
-    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.group_size))
+    leaf = PackedLeaf(param, plan.packing.zeros(param, plan.group_size))
     return plain(plan, scalars, grad, leaf)
 
 

@@ -105,7 +105,5 @@ def test_a_state_of_other_arrays_is_not_restored():
     state = optimizer().init(params)
     saved: Any = serialization.to_state_dict(state)
     old = {"count": saved["count"], "layout": {}, "mu": params, "nu": params}
-    with pytest.raises(
-        ValueError, match=r"has \['count', 'layout', 'mu', 'nu'\], but.*'packed'"
-    ):
+    with pytest.raises(ValueError, match=r"keys do not match.*'packed'"):
         serialization.from_state_dict(state, old)

@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from mpx import _kernels
 from mpx._jax._compat import undifferentiable
-from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import as_flag, check_shape, dtype_of
 from mpx._optim._options import (
     Compression,
@@ -25,6 +24,7 @@ from mpx._optim._options import (
 )
 from mpx._optim._packing import LeafStep, PackedLeaf, first_state
 from mpx._optim._params import (
+    F32,
     PARAM_DTYPES,
     FlatParams,
     Mask,
@@ -38,12 +38,11 @@ from mpx._optim._state import (
     check_packed,
     check_state,
     leaves_of,
-    make_layout,
-    packed_tree,
+    make_state,
     register_with_flax,
 )
 from mpx._optim._update_rules import Rule
-from mpx._quant import Packed, dither_of
+from mpx._quant import dither_of
 from mpx._updates._optax_checks import transforms_after
 
 
@@ -63,24 +62,13 @@ class Core:
         flat = flatten_params(params)
         check_has_params(flat)
         check_groups_match(self.groups, flat)
-        leaves, corrections = [], []
+        kind, moments = self.rule.kind, self.rule.moments
+        leaves = []
         for name, param in zip(flat.names, flat.leaves, strict=True):
-            _, compression = self.options(name, param)
-            packed, correction = Packed(None, None), None
-            if compression is not None:
-                packed, correction = first_state(
-                    name, param, self.rule.moments, compression
-                )
-            leaves.append(PackedLeaf(param, *packed))
-            corrections.append(correction)
-        pairs = zip(flat.leaves, corrections, strict=True)
-        return FlashState(
-            count=zero_beside(flat.leaves, jnp.int32),
-            packed=packed_tree(flat, leaves),
-            layout=make_layout(self.rule.kind, self.compression.format, pairs),
-            format=self.compression.format,
-            moments=self.rule.moments,
-        )
+            _, stored = self.options(name, param)
+            packed = stored and first_state(name, param, moments, stored)
+            leaves.append(PackedLeaf(param, packed))
+        return make_state(kind, self.compression.format, moments, leaves, flat.bare)
 
     def options(
         self, name: str, param: PyTree
@@ -212,7 +200,7 @@ class Step:
         old = self._state
         count = jnp.asarray(optax.safe_increment(old.count))
         count = count if finite is None else jnp.where(finite, count, old.count)
-        packed = packed_tree(self._flat, leaves)
+        packed = self._flat.bare.unflatten(leaf.packed for leaf in leaves)
         return dataclasses.replace(old, count=count, packed=packed)
 
 
@@ -225,7 +213,7 @@ _constant = undifferentiable(
 
 
 def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
-    """Returns steps that raise if they are differentiated, unless all is in floats.
+    """Returns steps that raise if they are differentiated, unless all is in f32.
 
     JAX treats the integers of codes and corrections as constants: derivatives would be
     zero, or those of a part of the formulas.
@@ -233,15 +221,10 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
     coded = {
         index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
         for index, job in jobs.items()
-        if (_dithers(job.body) and job.leaf.param.dtype.itemsize == 2)
-        or any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
+        if any(x.dtype != F32 for x in jax.tree.leaves(job.leaf))
     }
     safe = _constant(coded)
     return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
-
-
-def _dithers(body: _kernels.Body) -> bool:
-    return isinstance(body, LeafStep) and body.dithers
 
 
 def _check_grad(job: _kernels.Job, grad: PyTree) -> None:

@@ -52,15 +52,13 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     Start with `init_from`, which takes the f32 weights.
 
     Attributes:
-        init: Makes the state of parameters as they are: `init(params)`. Masters of 16-bit
-            parameters start at pseudo-random places of their rounding intervals; see
-            `Compression.jitter`. Given `ShapeDtypeStruct`s, every leaf of the state is
-            one, sharded like the parameters.
+        init: Makes the state of parameters as they are: `init(params)`. For masters of
+            16-bit parameters see `Compression.jitter`. Given `ShapeDtypeStruct`s, every
+            leaf of the state is one, sharded like the parameters.
         update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
-            Its updates are f32, also for 16-bit parameters. `optax.apply_updates` and
-            `mpx.optimizer_update` keep the dtypes of parameters. `eqx.apply_updates`
-            would make 16-bit parameters f32, which the next `update` refuses if there
-            are master weights.
+            Its updates are f32, also for 16-bit parameters: apply them with
+            `optax.apply_updates` or `mpx.optimizer_update`, which keep the dtypes of
+            parameters, not with `eqx.apply_updates`.
     """
 
     def init_from(
@@ -229,18 +227,7 @@ def flash_adam(
     """Adam with 8-bit moments and compressed master weights.
 
     The rule is that of `optax.adam`. Weight decay, if any, is added to the gradient
-    (L2 regularisation).
-
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        b1: Decay of the first moment.
-        b2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: A number or a schedule.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+    (L2 regularisation). For the arguments see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -265,17 +252,8 @@ def flash_lion(
 ) -> FlashOptimizer:
     """Lion with an 8-bit moment and compressed master weights.
 
-    The rule is that of `optax.lion`.
-
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        b1: Weight of the moment in the step.
-        b2: Decay of the moment.
-        weight_decay: A number or a schedule; multiplied by the learning rate.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+    The rule is that of `optax.lion`: `b1` is the weight of the moment in the step, `b2` its
+    decay. For the other arguments see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -308,10 +286,10 @@ def flash_sgd(
         nesterov: Whether to look one step ahead.
         dampening: The share of each gradient that the momentum leaves out.
         weight_decay: A number or a schedule.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
+        mask: This and the other arguments are those of `flash_adamw`.
+        groups: Options by parameter path.
         compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+        backend: Where steps run.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -337,16 +315,7 @@ def flash_sgdw(
 ) -> FlashOptimizer:
     """Gradient descent as in `flash_sgd`, with weight decay decoupled from the gradient.
 
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        momentum: Decay of the momentum; `None` keeps none, and no memory for it.
-        nesterov: Whether to look one step ahead.
-        dampening: The share of each gradient that the momentum leaves out.
-        weight_decay: A number or a schedule; multiplied by the learning rate.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+    Each step multiplies the weights by one minus `learning_rate` times `weight_decay`.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
 from mpx._casting._select import (
@@ -24,16 +24,6 @@ from mpx._jax._compat import is_tracer
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._params import FlatParams
 from mpx._optim._update_rules import Rule
-from mpx._quant import (
-    BitDelta,
-    Full,
-    MasterCodec,
-    MomentCodec,
-    RoundedMaster,
-    SoftsignInt8,
-    SqrtUint8,
-    UlpFraction,
-)
 
 StateFormat = Literal["mpx", "flashoptim"]
 Hyper = float | Array | Callable[[Array], ArrayLike]
@@ -108,25 +98,6 @@ class Compression:
             return None
         small = math.prod(shape_of(param)) < self.min_size
         return np.dtype(np.int16 if small or self.master_bits == 32 else np.int8)
-
-
-def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
-    """Returns the codec of a moment."""
-    if not quantized:
-        return Full()
-    codec = SoftsignInt8 if name == "mu" else SqrtUint8
-    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
-
-
-def master_codec(
-    dtype: DTypeLike, correction: np.dtype | None, format: StateFormat
-) -> MasterCodec:
-    """Returns the codec of the weights of parameters of `dtype`."""
-    if correction is None:
-        return RoundedMaster()
-    if np.dtype(dtype) == np.dtype(jnp.bfloat16) and format == "mpx":
-        return BitDelta(correction)
-    return UlpFraction(correction)
 
 
 @dataclasses.dataclass(frozen=True)

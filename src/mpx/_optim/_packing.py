@@ -9,29 +9,33 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
 from mpx._jax._tree import dtype_of, shape_of
-from mpx._optim._options import Compression, StateFormat, master_codec, moment_codec
+from mpx._optim._options import Compression, StateFormat
 from mpx._optim._params import F32, PARAM_DTYPES
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant import (
+    BitDelta,
     Block,
+    Full,
     MasterCodec,
     MomentCodec,
     Packed,
     Quantized,
+    RoundedMaster,
+    SoftsignInt8,
+    SqrtUint8,
+    UlpFraction,
     count_words,
     is_finite,
     join,
     random_bits,
     split,
     word_of,
-    words_of,
 )
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
@@ -39,16 +43,10 @@ _LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
 
 
 class PackedLeaf(NamedTuple):
-    """A parameter and its state, as kernels get them; see `Packed`."""
+    """A parameter and its state, as kernels get them: a `Packed`, or `None` if frozen."""
 
     param: PyTree
-    codes: PyTree
-    scales: PyTree
-
-    @property
-    def packed(self) -> Packed:
-        """The state."""
-        return Packed(self.codes, self.scales)
+    packed: PyTree
 
 
 class Unpacked(NamedTuple):
@@ -63,13 +61,14 @@ class Unpacked(NamedTuple):
     correction: PyTree
 
     @property
-    def words(self) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-        """The words of codes and of scales, one for each plane."""
+    def words(self) -> Packed:
+        """The words of codes and of scales, a tuple with one for each plane."""
         quantized = [x for x in self.moments if isinstance(x, Quantized)]
         codes = [x.codes for x in quantized] if quantized else [*self.moments]
         if self.correction is not None:
             codes.append(self.correction)
-        return split(codes), split([x.scale for x in quantized]) if quantized else None
+        scales = [x.scale for x in quantized]
+        return Packed(split(codes), split(scales) if scales else None)
 
     def pack(self) -> Packed:
         """Returns the state in at most two arrays."""
@@ -79,6 +78,25 @@ class Unpacked(NamedTuple):
             codes if is_f32 else jnp.stack(codes),
             None if scales is None else jnp.stack(scales),
         )
+
+
+def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
+    """Returns the codec of a moment."""
+    if not quantized:
+        return Full()
+    codec = SoftsignInt8 if name == "mu" else SqrtUint8
+    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
+
+
+def master_codec(
+    dtype: DTypeLike, correction: np.dtype | None, format: StateFormat
+) -> MasterCodec:
+    """Returns the codec of the weights of parameters of `dtype`."""
+    if correction is None:
+        return RoundedMaster()
+    if np.dtype(dtype) == np.dtype(jnp.bfloat16) and format == "mpx":
+        return BitDelta(correction)
+    return UlpFraction(correction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +117,15 @@ class Packing:
 
     @classmethod
     def read(
-        cls, packed: Packed, moments: tuple[str, ...], format: StateFormat
+        cls, packed: PyTree, moments: tuple[str, ...], format: StateFormat
     ) -> "Packing":
         """Reads the packing off a state; whether the state fits it is checked elsewhere."""
-        quantized = packed.scales is not None
-        correction = None
-        if not isinstance(packed.codes, tuple | None):
-            size = getattr(dtype_of(packed.codes), "itemsize", 0)
-            if quantized:
-                planes, *_ = shape_of(packed.codes) or (0,)
-                size = planes - len(moments)
-            correction = {1: INT8, 2: INT16}.get(size)
-        return cls(moments, format, quantized, correction)
+        codes, scales = packed if isinstance(packed, Packed) else (None, None)
+        size = getattr(dtype_of(codes), "itemsize", 0)
+        if scales is not None:
+            size = (shape_of(codes) or (0,))[0] - len(moments)
+        correction = {1: INT8, 2: INT16}.get(size)
+        return cls(moments, format, scales is not None, correction)
 
     @property
     def codecs(self) -> tuple[MomentCodec, ...]:
@@ -147,33 +162,30 @@ class Packing:
         scales = planes(self.scales, group_size) if self.scales else None
         return Packed(planes(self.elements), scales)
 
-    def unpack(self, codes: Sequence[Array], scales: Sequence[Array]) -> Unpacked:
-        """Returns moments and correction, given the words of each plane."""
+    def unpack(self, words: Packed) -> Unpacked:
+        """Returns moments and correction, given a tuple with the words of each plane."""
+        codes, scales = words.codes, words.scales or ()
         return self._named(join(codes, self.elements), join(scales, self.scales))
 
     def _named(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Unpacked:
-        moments = numbers[: len(self.moments)]
+        moments = tuple(numbers[: len(self.moments)])
         if scales:
-            moments = [Quantized(*pair) for pair in zip(moments, scales, strict=True)]
-        return Unpacked(
-            tuple(moments), None if self.correction is None else numbers[-1]
-        )
+            moments = tuple(map(Quantized, moments, scales))
+        return Unpacked(moments, None if self.correction is None else numbers[-1])
 
     def view(self, packed: Packed) -> Unpacked:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
         codes, scales = _planes(packed.codes), _planes(packed.scales)
-        expected = [
-            count_words(dtypes) if dtypes else 0
-            for dtypes in (self.elements, self.scales)
-        ]
-        if [len(codes), len(scales)] != expected:
+        given = [len(codes), len(scales)]
+        expected = [count_words(dtypes) for dtypes in (self.elements, self.scales)]
+        if given != expected:
             raise ValueError(
-                f"Expected {expected[0]} planes of codes and {expected[1]} of scales along "
-                f"the first axis, but there are {len(codes)} and {len(scales)}. In a "
-                "function that `jax.vmap` maps over states, read them inside."
+                f"Expected {expected} planes of codes and of scales along the first axis, "
+                f"but there are {given}. In a function that `jax.vmap` maps over states, "
+                "read them inside."
             )
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
-            return self.unpack(codes, scales)
+            return self.unpack(Packed(codes, scales))
 
         def struct(like: jax.ShapeDtypeStruct, dtype: np.dtype) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
@@ -182,16 +194,6 @@ class Packing:
             [struct(codes[0], dtype) for dtype in self.elements],
             [struct(scales[0], dtype) for dtype in self.scales],
         )
-
-    def with_correction(self, packed: Packed, correction: Array | None) -> Packed:
-        """Returns a state with another correction of the same dtype."""
-        assert correction is not None
-        codes = jnp.asarray(packed.codes)
-        words = words_of(correction, codes.dtype)
-        for index, word in enumerate(words, start=len(codes) - len(words)):
-            word = sharded_as(word, codes[index])
-            codes = lax.dynamic_update_index_in_dim(codes, word, index, 0)
-        return packed._replace(codes=codes)
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
@@ -204,11 +206,6 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
         return (plane,) * x.shape[0]
     x = jnp.asarray(x)
     return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
-
-
-def is_missing(codes: object) -> bool:
-    """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
-    return codes is None or isinstance(codes, optax.MaskedNode)
 
 
 # --- the step -------------------------------------------------------------------------
@@ -243,7 +240,7 @@ class LeafStep:
         grad_scale, for_moments, for_masters, *coefficients = scalars
         dtype, codecs = leaf.param.dtype, self.packing.codecs
         master = self.packing.master(dtype)
-        old = self.packing.unpack(leaf.codes, leaf.scales or ())
+        old = self.packing.unpack(leaf.packed)
         weight = master.decode(leaf.param, old.correction, block)
         moments = tuple(
             codec.decode(stored, block)
@@ -263,7 +260,7 @@ class LeafStep:
             codec.encode(moment, block, dither, is_safe=True)
             for codec, moment in zip(codecs, moments, strict=True)
         )
-        return PackedLeaf(param, *Unpacked(stored, correction).words)
+        return PackedLeaf(param, Unpacked(stored, correction).words)
 
     def _update(
         self, given: Given, moments: Moments, dtype: np.dtype
@@ -318,8 +315,8 @@ def encode_moment(
 
 def first_state(
     name: str, param: PyTree, moments: tuple[str, ...], compression: Compression
-) -> tuple[Packed, np.dtype | None]:
-    """Returns the state of a parameter before the first step, and its correction's dtype.
+) -> Packed:
+    """Returns the state of a parameter before the first step.
 
     With `Compression.jitter`, each master weight lies at a pseudo-random place in its
     rounding interval, which depends on the path of the parameter.
@@ -332,7 +329,7 @@ def first_state(
     if correction is not None and compression.jitter and not is_struct:
         seed = np.uint32(zlib.crc32(name.encode()))
         packed = _place(jnp.asarray(param), packed, seed, packing=packing)
-    return packed, correction
+    return packed
 
 
 # Under jit, so that nothing but the state is written to memory.
@@ -340,7 +337,12 @@ def first_state(
 def _place(param: Array, packed: Packed, seed: Array, *, packing: Packing) -> Packed:
     codec: PyTree = packing.master(param.dtype)
     correction = codec.place(param, random_bits(param.shape, seed))
-    return packing.with_correction(packed, correction)
+    return _with_correction(packed, packing, correction)
+
+
+def _with_correction(packed: Packed, packing: Packing, correction: PyTree) -> Packed:
+    old = packing.view(packed)
+    return old._replace(correction=sharded_as(correction, old.correction)).pack()
 
 
 def put_master(weight: PyTree, leaf: PackedLeaf, packing: Packing) -> PackedLeaf:
@@ -359,4 +361,4 @@ def _put(
     weight: Array, packed: Packed, *, packing: Packing, dtype: np.dtype
 ) -> PackedLeaf:
     param, correction = packing.master(dtype).encode(weight.astype(F32), dtype, Block())
-    return PackedLeaf(param, *packing.with_correction(packed, correction))
+    return PackedLeaf(param, _with_correction(packed, packing, correction))

@@ -38,7 +38,7 @@ def word_of(dtypes: Dtypes) -> np.dtype:
     """Returns the dtype of the words: the common dtype, or unsigned of the least width."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
-    return _UNSIGNED[min(dtype.itemsize for dtype in dtypes)]
+    return _UNSIGNED[min((dtype.itemsize for dtype in dtypes), default=1)]
 
 
 def count_words(dtypes: Dtypes) -> int:
@@ -48,8 +48,6 @@ def count_words(dtypes: Dtypes) -> int:
 
 def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
     """Returns the words of arrays, one after the other, high words first."""
-    if not arrays:
-        return ()
     word = word_of([np.dtype(x.dtype) for x in arrays])
     return tuple(part for x in arrays for part in words_of(x, word))
 
@@ -71,7 +69,7 @@ def words_of(x: Array, word: np.dtype) -> list[Array]:
 
 def join(words: Sequence[Array], dtypes: Dtypes) -> tuple[Array, ...]:
     """Returns the arrays of these dtypes whose words `split` gave."""
-    rest, size = iter(words), word_of(dtypes).itemsize if dtypes else 1
+    rest, size = iter(words), word_of(dtypes).itemsize
     return tuple(
         _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
         for dtype in dtypes

@@ -1,5 +1,6 @@
 """Conversion of optimizer states between flashoptim-jax and mpx."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -11,22 +12,20 @@ from jaxtyping import Array, PyTree
 from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import is_floating, named_leaves, shape_of
 from mpx._optim import FlashState, Stepped
-from mpx._optim._options import StateFormat, master_codec
-from mpx._optim._packing import Unpacked, decode_moment, encode_moment
-from mpx._optim._state import make_layout
+from mpx._optim._options import StateFormat
+from mpx._optim._packing import (
+    PackedLeaf,
+    Unpacked,
+    decode_moment,
+    encode_moment,
+    master_codec,
+)
+from mpx._optim._state import make_state
 from mpx._quant import Block, Quantized
 from mpx.compat.flashoptim import compression, quantization
 from mpx.compat.flashoptim.compression import MasterBits, is_state, no_state
 
 _BLOCK = Block()
-_QUANTIZE = {
-    "mu": quantization.quantize_momentum,
-    "nu": quantization.quantize_variance,
-}
-_DEQUANTIZE = {
-    "mu": quantization.dequantize_momentum,
-    "nu": quantization.dequantize_variance,
-}
 
 
 class FlashAdamState(NamedTuple):
@@ -97,22 +96,14 @@ def to_mpx(
         # Gradient descent may have no momentum.
         if kind != "sgd" or any(x is not None for x in new):
             moments[name] = new
-    packed = [
-        Unpacked(tuple(column[index] for column in moments.values()), ecc).pack()
-        if is_floating(param)
-        else None
-        for index, (param, ecc) in enumerate(pairs)
-    ]
-    corrections = [(param, None if ecc is None else ecc.dtype) for param, ecc in pairs]
+    packed = []
+    for index, (param, ecc) in enumerate(pairs):
+        leaf = Unpacked(tuple(column[index] for column in moments.values()), ecc)
+        packed.append(PackedLeaf(param, leaf.pack() if is_floating(param) else None))
+    new = make_state(kind, format, tuple(moments), packed, treedef)
     return Stepped(
         treedef.unflatten([param for param, _ in pairs]),
-        FlashState(
-            count=jnp.asarray(state.count, jnp.int32),
-            packed=treedef.unflatten(packed),
-            layout=make_layout(kind, format, corrections),
-            format=format,
-            moments=tuple(moments),
-        ),
+        dataclasses.replace(new, count=jnp.asarray(state.count, jnp.int32)),
     )
 
 
@@ -127,10 +118,8 @@ def _moment_to_mpx(
     if grouped and format == "flashoptim":
         scales = jnp.asarray(x.scales, jnp.float16)
         return Quantized(jnp.asarray(x.values), scales.reshape(*shape[:-1], -1))
-    moment = _DEQUANTIZE[name](x, group_size)
-    if not grouped:
-        return moment
-    return encode_moment(name, moment, format, group_size)
+    moment = quantization.dequantize(name, x, group_size)
+    return encode_moment(name, moment, format, group_size) if grouped else moment
 
 
 def _correction_to_mpx(
@@ -210,7 +199,7 @@ def _moment_from_mpx(
         x = decode_moment(name, x, format)
     elif x is None:  # frozen in mpx
         x = zeros_alike(param, np.dtype(np.float32))
-    return x if group_size is None else _QUANTIZE[name](x, group_size)
+    return x if group_size is None else quantization.quantize(name, x, group_size)
 
 
 def _correction_from_mpx(

@@ -202,11 +202,11 @@ def _build(
     base, backend = compression(), "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
-    def quantizes(name: str, param: PyTree) -> bool:
-        group = next((x for x in groups if x.matches(name, param)), None)
-        return (base if group is None else group.compression).quantize
-
     def convert(params: PyTree, state: PyTree) -> PyTree:
+        def quantizes(name: str, param: PyTree) -> bool:
+            group = group_of(groups, name, param)
+            return (base if group is None else group.compression).quantize
+
         options: PyTree = dict(quantize=quantizes, master_weight_bits="keep")
         return from_mpx(params, state, state_type, group_size=group_size, **options)
 
@@ -231,13 +231,9 @@ def _check_params(
     """Raises for parameters that flashoptim-jax refuses with these options."""
     option = "master_weight_bits"
     # 24 is the default: nobody need have asked for it.
-    asked = {option: (None, None if bits == 24 else bits)} | {
-        f"param_groups[{index}]['{option}']": (group, spec[option])
-        for index, (group, spec) in enumerate(zip(groups, specs, strict=True))
-        if option in spec
-    }
-    owners = [id(group) for group, _ in asked.values()]
-    members: dict[int, list[np.dtype]] = {owner: [] for owner in owners}
+    asked = {None: None if bits == 24 else bits}
+    asked |= {i: spec[option] for i, spec in enumerate(specs) if option in spec}
+    members: dict[int | None, list[np.dtype]] = {index: [] for index in asked}
     for name, leaf in named_leaves(params):
         dtype = dtype_of(leaf) or jnp.asarray(leaf).dtype
         if fused and dtype not in PARAM_DTYPES:
@@ -245,11 +241,13 @@ def _check_params(
                 "fused=True only supports parameter dtypes (float32, bfloat16, float16), "
                 f"but `{name}` is {dtype}. With fused=False it is left as it is."
             )
-        group = id(group_of(groups, name, leaf))
-        members[group if group in owners else id(None)].append(dtype)
-    for where, (group, bits) in asked.items():
-        dtypes = members[id(group)]
+        found = (i for i, group in enumerate(groups) if group.matches(name, leaf))
+        index = next(found, None)
+        members[index if index in asked else None].append(dtype)
+    for index, bits in asked.items():
+        dtypes = members[index]
         if bits and dtypes and not any(correction_dtype(x, bits) for x in dtypes):
+            where = option if index is None else f"param_groups[{index}]['{option}']"
             raise ValueError(
                 f"{where}={bits} has no effect: none of its parameters is bf16 or f16. "
                 "Set it to None."
