@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import KINDS, TINY, make_grads, make_params, optimizer, stepper
-from mpx._optim._packing import Unpacked
-from mpx._quant import count_words, join, split, word_of
+from mpx._optim._packing import Unpacked, count_words, join, split, word_of
 from mpx.testing import assert_trees_equal
 
 I8, U8, I16, BF16, F16, F32 = (

@@ -17,7 +17,6 @@ from mpx._optim._options import (
     Compression,
     Hyper,
     ParamGroup,
-    as_grad_scale,
     as_scalar,
     check_groups_match,
     group_of,
@@ -149,7 +148,7 @@ class Step:
         check_has_params(flat)
         check_state(state, core.rule, core.compression)
         self._core, self._flat, self._state = core, flat, state
-        self._scale = as_grad_scale(grad_scale)
+        self._scale = as_scalar("grad_scale", grad_scale)
         self.leaves, self._packings = leaves_of(flat, state)
         self._decays = decays(core.mask, flat)
         self._known: dict[tuple[int, bool], Array] = {}

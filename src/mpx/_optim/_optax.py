@@ -17,7 +17,7 @@ from mpx._jax._tree import (
     cast_leaf,
     check_shape,
     is_floating,
-    named_leaves,
+    map_with_name,
     select_tree,
 )
 from mpx._optim._params import cast_params
@@ -80,8 +80,14 @@ def skip_nonfinite(
         params: PyTree | None = None,
         **extra_args: object,
     ) -> tuple[PyTree, SkipNonfiniteState]:
-        _check_shapes(updates, params)
         _check_state(state, SkipNonfiniteState, "skip_nonfinite")
+        # Without parameters, or of another structure, the optimizer may refuse them.
+        if jax.tree.structure(updates) == jax.tree.structure(params):
+            map_with_name(
+                lambda name, *pair: check_shape(f"The gradient of `{name}`", *pair),
+                updates,
+                params,
+            )
         finite = all_finite(updates)
         updates, inner = optimizer.update(
             updates, state.inner_state, params, **extra_args
@@ -107,15 +113,6 @@ def _check_state(state: PyTree, kind: type, wrapper: str) -> None:
             f"last update; got {type(state).__name__}. The state of the optimizer inside "
             "is its `inner_state`."
         )
-
-
-def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
-    """Raises if gradients would be broadcast against the parameters."""
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        return  # without parameters, or for the optimizer to refuse
-    pairs = zip(named_leaves(updates), jax.tree.leaves(params), strict=True)
-    for (name, update), param in pairs:
-        check_shape(f"The gradient of `{name}`", update, param)
 
 
 class MasterWeightsState(NamedTuple):

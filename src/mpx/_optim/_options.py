@@ -54,11 +54,10 @@ class Compression:
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
         jitter: Whether `init` puts each master weight of a 16-bit parameter at a
-            pseudo-random place among the weights that round to this parameter. It changes
-            no parameter. Without it, masters start in the middle of their rounding
-            intervals, and small steps change no parameter for a long time. The place
-            depends on the path of the parameter and the place of the element in its
-            array. To start from f32 weights, use `init_from`.
+            pseudo-random place among the weights that round to it, which depends on the
+            path of the parameter and the index of the element. In the middle, small
+            steps would change no parameter for a long time. To start from f32 weights,
+            use `init_from`.
 
     Examples:
         >>> Compression(master_bits=None, rounding="nearest").quantize
@@ -185,22 +184,19 @@ def as_groups(
                 "`groups` must be a sequence of `ParamGroup`s, such as "
                 f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
             )
-        where = f"The group {group.where!r}"
         names = set(rule.hyper)
         if not rule.moments:  # `momentum=0.0` on the optimizer keeps one
             names -= {"momentum", "dampening"}
         if unknown := sorted(set(group.hyper) - names):
             raise ValueError(
-                f"{where} sets {unknown}, but this optimizer has only {sorted(names)}."
+                f"The group {group.where!r} sets {unknown}, but this optimizer has only "
+                f"{sorted(names)}."
             )
-        if group.compression is None:
-            continue
-        check_compression(
-            f"`compression` of the group {group.where!r}", group.compression
-        )
-        if group.compression.format != compression.format:
+        own = compression if group.compression is None else group.compression
+        check_compression(f"`compression` of the group {group.where!r}", own)
+        if own.format != compression.format:
             raise ValueError(
-                f"{where} has the format {group.compression.format!r}, but the others "
+                f"The group {group.where!r} has the format {own.format!r}, but the others "
                 f"have {compression.format!r}; there is one for all."
             )
     return members
@@ -225,18 +221,20 @@ _RANGES: dict[str, _Range] = {
     "momentum": _BELOW_ONE,
     "dampening": ((lambda x: 0 <= x <= 1), "lie in [0, 1]"),
     "eps": ((lambda x: 0 < x < np.inf), "lie in (0, ∞)"),
+    "grad_scale": (np.isfinite, "be finite"),
+    "max_norm": ((lambda x: x > 0), "be positive"),
 }
 
 
 def check_hyper(values: Mapping[str, PyTree]) -> None:
     """Raises for hyperparameters that are out of range or too coarse.
 
-    Traced values and schedules are not known yet.
+    Schedules are not known yet.
     """
     for name, value in values.items():
         if callable(value):
             continue
-        _check_scalar(name, value)
+        _check_number(name, value)
         dtype = getattr(value, "dtype", np.dtype(np.float32))
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             raise ValueError(
@@ -244,16 +242,19 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
                 "`optax.inject_hyperparams` gives hyperparameters the dtype of the "
                 "parameters unless it is called with `hyperparam_dtype=jnp.float32`."
             )
-        _check_range(name, value, *_RANGES.get(name, _ANY_RATE))
+        _check_range(name, value)
 
 
 def as_scalar(name: str, value: PyTree) -> Array:
     """Returns a number as f32; raises if it is not one."""
-    _check_scalar(name, value)
+    _check_number(name, value)
+    # An array may still be being computed.
+    if name == "grad_scale" and not isinstance(value, jax.Array):
+        _check_range(name, value)
     return jnp.asarray(value, jnp.float32)
 
 
-def _check_scalar(name: str, value: PyTree) -> None:
+def _check_number(name: str, value: PyTree) -> None:
     """Raises if a value is not one number; starts no JAX backend."""
     dtype = getattr(value, "dtype", None)
     is_real = isinstance(value, int | float) or (
@@ -268,30 +269,16 @@ def _check_scalar(name: str, value: PyTree) -> None:
         )
 
 
-def _check_range(
-    name: str, value: PyTree, fits: Callable[[float], bool], range_: str
-) -> None:
+def _check_range(name: str, value: PyTree) -> None:
     """Raises if a known number is out of its range in f32, in which it is used."""
+    fits, range_ = _RANGES.get(name, _ANY_RATE)
     if is_tracer(value):
         return
     with np.errstate(over="ignore"):
         used = float(np.float32(value))
     if not fits(used):
-        given = f"{value!r} was given"
-        if fits(float(value)):
-            given += f", which is {used} in f32"
-        raise ValueError(f"`{name}` must {range_}, but {given}.")
-
-
-def as_grad_scale(value: PyTree) -> Array:
-    """Returns `grad_scale` as f32; raises if it is not a number, or is inf or nan.
-
-    Only Python and NumPy numbers are checked: an array may still be being computed.
-    """
-    scale = as_scalar("grad_scale", value)
-    if isinstance(value, int | float | np.ndarray | np.generic):
-        _check_range("grad_scale", value, np.isfinite, "be finite")
-    return scale
+        note = f", which is {used} in f32" if fits(float(value)) else ""
+        raise ValueError(f"`{name}` must {range_}, but {value!r} was given{note}.")
 
 
 # --- clipping -------------------------------------------------------------------------
@@ -336,22 +323,17 @@ def clip_scale(
         >>> float(clip.norm), float(clip.grad_scale)
         (8.0, 0.0625)
     """
-    limit = as_scalar("max_norm", max_norm)
-    _check_range("max_norm", max_norm, lambda x: x > 0, "be positive")
-    scale = as_grad_scale(grad_scale)
-    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-    norm = jnp.sqrt(sum((_squares(g, scale) for g in jax.tree.leaves(grads)), zero))
+    limit, scale = as_scalar("max_norm", max_norm), as_scalar("grad_scale", grad_scale)
+    _check_range("max_norm", max_norm)
+    one, total = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    for grad in jax.tree.leaves(grads):
+        dtype = dtype_of(grad)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+            grad = jnp.asarray(grad)
+            parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
+            for part in parts:
+                total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
+    norm = jnp.sqrt(total)
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
     factor = jnp.where(norm > limit, limit / norm, one)
     return Clip(scale * factor, norm, jnp.isfinite(norm))
-
-
-def _squares(grad: PyTree, scale: Array) -> Array:
-    """Returns the sum of the squares of a gradient; zero for other leaves."""
-    dtype = dtype_of(grad)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.zeros((), jnp.float32)
-    grad = jnp.asarray(grad)
-    parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
-    squares = [jnp.sum(jnp.square(part.astype(jnp.float32) * scale)) for part in parts]
-    return sum(squares[1:], squares[0])

@@ -24,22 +24,35 @@ from mpx._quant import (
     Full,
     MasterCodec,
     MomentCodec,
-    Packed,
     Quantized,
     RoundedMaster,
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
-    count_words,
     is_finite,
-    join,
+    place,
     random_bits,
-    split,
-    word_of,
 )
+from mpx._quant._rounding import bits, from_bits
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
+_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 _LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
+
+
+class Packed(NamedTuple):
+    """The state of one parameter, in at most two arrays.
+
+    Attributes:
+        codes: The numbers per element: the code of each moment, or the moment itself if it
+            is not quantised, then the correction. An array `(planes, *shape)`; if all of
+            them are f32, a tuple with an array of the parameter's shape for each.
+        scales: The numbers per group: the scale of each moment, an array
+            `(planes, *shape[:-1], groups)`; `None` if no moment is quantised.
+    """
+
+    codes: PyTree
+    scales: PyTree
 
 
 class PackedLeaf(NamedTuple):
@@ -128,11 +141,9 @@ class Packing:
         return cls(moments, format, scales is not None, correction)
 
     @property
-    def codecs(self) -> tuple[MomentCodec, ...]:
+    def codecs(self) -> list[MomentCodec]:
         """The codec of each moment."""
-        return tuple(
-            moment_codec(name, self.quantized, self.format) for name in self.moments
-        )
+        return [moment_codec(x, self.quantized, self.format) for x in self.moments]
 
     def master(self, dtype: DTypeLike) -> MasterCodec:
         """Returns the codec of the weights of parameters of `dtype`."""
@@ -151,16 +162,15 @@ class Packing:
 
     def zeros(self, param: PyTree, group_size: int) -> Packed:
         """Returns a state of zeros, sharded like the parameter."""
-
-        def planes(dtypes: tuple[np.dtype, ...], group: int | None = None) -> PyTree:
-            word, count = word_of(dtypes), count_words(dtypes)
-            return zeros_alike(param, word, group=group, planes=count)
-
         if all(dtype == F32 for dtype in self.elements):
             # Arrays of their own: plain JAX would need a second pass to write planes.
             return Packed(tuple(zeros_alike(param, F32) for _ in self.elements), None)
-        scales = planes(self.scales, group_size) if self.scales else None
-        return Packed(planes(self.elements), scales)
+        planes = [
+            zeros_alike(param, word_of(dtypes), group=group, planes=count_words(dtypes))
+            for dtypes, group in ((self.elements, None), (self.scales, group_size))
+            if dtypes
+        ]
+        return Packed(planes[0], planes[1] if self.scales else None)
 
     def unpack(self, words: Packed) -> Unpacked:
         """Returns moments and correction, given a tuple with the words of each plane."""
@@ -197,7 +207,7 @@ class Packing:
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
-    """Returns the planes of an array, or of what is a tuple already."""
+    """Returns the planes of an array; a tuple consists of them already."""
     if x is None or isinstance(x, tuple):
         return x or ()
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -214,8 +224,6 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
 @dataclasses.dataclass(frozen=True)
 class LeafStep:
     """The step of a leaf: unpack, decode, update in f32, encode, pack.
-
-    Static; equal ones compile once.
 
     Attributes:
         rule: The update rule.
@@ -238,26 +246,23 @@ class LeafStep:
         coefficients of the rule.
         """
         grad_scale, for_moments, for_masters, *coefficients = scalars
+        if not self.dithers:
+            for_moments = for_masters = None
         dtype, codecs = leaf.param.dtype, self.packing.codecs
         master = self.packing.master(dtype)
         old = self.packing.unpack(leaf.packed)
         weight = master.decode(leaf.param, old.correction, block)
-        moments = tuple(
-            codec.decode(stored, block)
-            for codec, stored in zip(codecs, old.moments, strict=True)
-        )
+        pairs = zip(codecs, old.moments, strict=True)
+        moments = tuple(codec.decode(stored, block) for codec, stored in pairs)
         grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
         scaled = grad.astype(weight.dtype) * grad_scale
         given = Given(tuple(coefficients), scaled, weight, block)
         weight, moments = self._update(given, moments, dtype)
         # For `finite` to skip; it must be seen if nobody looks.
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
-        param, correction = master.encode(
-            weight, dtype, block, for_masters if self.dithers else None
-        )
-        dither = for_moments if self.dithers else None
+        param, correction = master.encode(weight, dtype, block, for_masters)
         stored = tuple(
-            codec.encode(moment, block, dither, is_safe=True)
+            codec.encode(moment, block, for_moments, is_safe=True)
             for codec, moment in zip(codecs, moments, strict=True)
         )
         return PackedLeaf(param, Unpacked(stored, correction).words)
@@ -336,8 +341,8 @@ def first_state(
 @functools.partial(jax.jit, static_argnames="packing", donate_argnums=1)
 def _place(param: Array, packed: Packed, seed: Array, *, packing: Packing) -> Packed:
     codec: PyTree = packing.master(param.dtype)
-    correction = codec.place(param, random_bits(param.shape, seed))
-    return _with_correction(packed, packing, correction)
+    random = sharded_as(random_bits(param.shape, seed), param)
+    return _with_correction(packed, packing, place(codec, param, random))
 
 
 def _with_correction(packed: Packed, packing: Packing, correction: PyTree) -> Packed:
@@ -362,3 +367,60 @@ def _put(
 ) -> PackedLeaf:
     param, correction = packing.master(dtype).encode(weight.astype(F32), dtype, Block())
     return PackedLeaf(param, _with_correction(packed, packing, correction))
+
+
+# --- planes ---------------------------------------------------------------------------
+# Several arrays of one shape in a single array, whose first axis counts words of equal
+# size. The host pays for every array in every call of a jitted step, so a state in fewer
+# arrays is dispatched faster. Planes keep each kind of number contiguous, and the other
+# axes are sharded like those of a parameter.
+
+
+def word_of(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """Returns the dtype of the words: the common dtype, or unsigned of the least width."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    return _UNSIGNED[min((dtype.itemsize for dtype in dtypes), default=1)]
+
+
+def count_words(dtypes: Sequence[np.dtype]) -> int:
+    """Returns how many words numbers of these dtypes take together."""
+    return sum(dtype.itemsize for dtype in dtypes) // word_of(dtypes).itemsize
+
+
+def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """Returns the words of arrays, one after the other, high words first."""
+    word = word_of([np.dtype(x.dtype) for x in arrays])
+    width, words = 8 * word.itemsize, []
+    for x in arrays:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        if x.dtype.itemsize == word.itemsize:
+            cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
+            words.append(x if x.dtype == word else cast(x, word))
+            continue
+        pattern = bits(x) if is_float else x.astype(jnp.int32)
+        for shift in reversed(range(0, 8 * x.dtype.itemsize, width)):
+            words.append(((pattern >> shift) & (2**width - 1)).astype(word))
+    return tuple(words)
+
+
+def join(words: Sequence[Array], dtypes: Sequence[np.dtype]) -> tuple[Array, ...]:
+    """Returns the arrays of these dtypes whose words `split` gave."""
+    rest, size = iter(words), word_of(dtypes).itemsize
+    return tuple(
+        _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
+        for dtype in dtypes
+    )
+
+
+def _joined(words: Sequence[Array], dtype: np.dtype) -> Array:
+    first, *others = words
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if not others:
+        cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
+        return first if first.dtype == dtype else cast(first, dtype)
+    total = first.astype(jnp.uint32)
+    for word in others:
+        total = (total << np.uint32(8 * word.dtype.itemsize)) | word.astype(jnp.uint32)
+    pattern = lax.bitcast_convert_type(total, jnp.int32)
+    return from_bits(pattern) if is_float else pattern.astype(dtype)

@@ -25,7 +25,6 @@ from mpx._jax._tree import (
     path_name,
     shape_of,
 )
-from mpx._quant import Packed
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 """Which parameters decay: a tree of booleans, or a function of the parameters."""
@@ -59,8 +58,9 @@ class FlatParams(NamedTuple):
         try:
             return self.bare.flatten_up_to(tree)
         except ValueError as error:
+            # The state of a parameter is a `Packed`.
             flat, _ = jax.tree_util.tree_flatten_with_path(
-                tree, is_leaf=lambda x: x is None or isinstance(x, Packed)
+                tree, is_leaf=lambda x: x is None or hasattr(x, "codes")
             )
             theirs = [path_name(path) for path, _ in flat]
             missing = [name for name in self.names if name not in theirs][:3]

@@ -85,11 +85,10 @@ def release(
         optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
-            gradient is not finite, and the whole step if the loss is not. Layers whose
-            gradients are finite have stepped by the time another one turns out not to be:
-            to skip them, too, all gradients would have to be kept, and `release` is there
-            to avoid that. The step counts if anything stepped. Without it, an inf or nan
-            reaches the weights.
+            gradient is not finite, and the whole step if the loss is not. Layers with
+            finite gradients step all the same: by the time another gradient turns out
+            not to be finite, they have stepped. The step counts if anything stepped.
+            Without it, an inf or nan reaches the weights.
         with_norm: Whether to compute the norm of the gradients. It is known only after
             the step, so it can clip the next one.
 
@@ -144,7 +143,11 @@ def release(
         plan = Step(core, flat, state, grad_scale)
         found = ((index, plan.job(index)) for index in range(len(flat.leaves)))
         jobs = {index: job for index, job in found if job is not None}
-        watched = _Watched.make(skip_nonfinite, with_norm)
+        values = (True, True, False) if skip_nonfinite else ()
+        watched = _Watched(
+            tuple(jax.new_ref(jnp.array(x)) for x in values),
+            jax.new_ref(jnp.zeros((), jnp.float32)) if with_norm else None,
+        )
 
         def traced(weights: list[Array]) -> tuple[Array, PyTree]:
             leaves = list(flat.leaves)
@@ -159,7 +162,7 @@ def release(
         sites = [_ParamRefs(job, core.backend, flag, watched) for job in jobs.values()]
 
         def loss(origin: Array) -> tuple[Array, list[Array]]:
-            taps = [_Tap(functools.partial(_read, site, origin)) for site in sites]
+            taps = [_Tap(functools.partial(site.read, origin)) for site in sites]
             # JAX cannot read a layer of a reference with an explicit sharding.
             pairs = zip(sites, taps, strict=True)
             given = [tap.read() if site.is_explicit else tap for site, tap in pairs]
@@ -193,35 +196,22 @@ def release(
 
 
 class _Watched(NamedTuple):
-    """Facts about loss and gradients, collected in references; `None` if not asked for.
+    """Facts about loss and gradients, collected in references.
 
     Attributes:
-        loss_finite: Whether the loss is finite.
-        all_finite: Whether everything seen so far is.
-        any_finite: Whether any gradient was that may step.
-        squares: The sum of the squares of all gradients.
+        flags: Whether the loss is finite, whether everything seen so far is, and whether
+            any gradient is that may step; empty if not asked for.
+        squares: The sum of the squares of all gradients, or `None`.
     """
 
-    loss_finite: Ref | None = None
-    all_finite: Ref | None = None
-    any_finite: Ref | None = None
+    flags: tuple[Ref, ...] = ()
     squares: Ref | None = None
 
-    @classmethod
-    def make(cls, finite: bool, squares: bool) -> "_Watched":
-        return cls(
-            jax.new_ref(jnp.ones((), bool)) if finite else None,
-            jax.new_ref(jnp.ones((), bool)) if finite else None,
-            jax.new_ref(jnp.zeros((), bool)) if finite else None,
-            jax.new_ref(jnp.zeros((), jnp.float32)) if squares else None,
-        )
-
-    def see_loss(self, loss: Array) -> None:
+    def see_loss(self, value: Array) -> None:
         """Records the loss, before any gradient is known."""
-        if self.loss_finite is not None and self.all_finite is not None:
-            finite = together(jnp.isfinite(loss), self.loss_finite[...])
-            self.loss_finite[...] = finite
-            self.all_finite[...] = finite
+        if self.flags:
+            loss, every, _ = self.flags
+            loss[...] = every[...] = together(jnp.isfinite(value), loss[...])
 
     def see(self, grad: Array) -> Array | None:
         """Records a gradient; returns whether it may step, if that was asked for."""
@@ -231,25 +221,22 @@ class _Watched(NamedTuple):
             # Devices may have shards of the parameter.
             axes = tuple(sorted(varying_axes(jax.typeof(squares))))
             self.squares[...] += lax.psum(squares, axes) if axes else squares
-        if self.loss_finite is None or self.all_finite is None:
+        if not self.flags:
             return None
-        loss_finite = self.loss_finite[...]
-        finite = together(jnp.all(jnp.isfinite(grad)), loss_finite) & loss_finite
-        self.all_finite[...] &= finite
-        if grad.size and self.any_finite is not None:
-            self.any_finite[...] |= finite
+        loss, every, some = self.flags
+        finite = together(jnp.all(jnp.isfinite(grad)), loss[...]) & loss[...]
+        every[...] &= finite
+        if grad.size:
+            some[...] |= finite
         return finite
 
     def results(self) -> tuple[Array | None, Array | None, Array | None]:
-        """Returns whether all were finite, their norm, and whether the step counts.
-
-        It does unless the loss was not finite, or there were gradients and none was: then
-        nothing stepped.
-        """
-        _, every, some, squares = (None if x is None else jax.freeze(x) for x in self)
-        norm = None if squares is None else jnp.sqrt(squares)
-        counts = None if every is None or some is None else every | some
-        return every, norm, counts
+        """Returns whether all were finite, their norm, and whether the step counts."""
+        norm = None if self.squares is None else jnp.sqrt(jax.freeze(self.squares))
+        if not self.flags:
+            return None, norm, None
+        _, every, some = map(jax.freeze, self.flags)
+        return every, norm, every | some
 
 
 def _both(one: Array | None, two: Array | None) -> Array | None:
@@ -257,16 +244,6 @@ def _both(one: Array | None, two: Array | None) -> Array | None:
     if one is None or two is None:
         return two if one is None else one
     return one & two
-
-
-class _Operands(NamedTuple):
-    """Everything that a step in the backward pass reads, beside the gradient."""
-
-    refs: PyTree
-    scalars: Array
-    layer: Array | None
-    finite: Array | None
-    watched: _Watched
 
 
 class _ParamRefs:
@@ -285,13 +262,17 @@ class _ParamRefs:
         self.is_explicit = has_explicit_axes(jax.typeof(job.leaf.param).sharding.mesh)
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
-    def operands(self, layer: Array | None) -> _Operands:
-        """Returns the arrays and references that the step of a layer needs."""
-        scalars = self._job.scalars
-        return _Operands(self.refs, scalars, layer, self._finite, self._watched)
+    def read(self, origin: Array, layer: Array | None) -> Array:
+        """Reads a parameter, or one layer of it. The cotangent of what was read steps it.
 
-    def step(self, grad: Array, operands: _Operands) -> None:
-        """Steps the parameter, or one layer of it."""
+        `origin` is the number by which the loss is differentiated. Its gradient is zero.
+        """
+        x = self.refs.param[... if layer is None else layer]
+        operands = self.refs, self._job.scalars, layer, self._finite, self._watched
+        return _tapped(self, x, origin, operands)
+
+    def step(self, grad: Array, operands: PyTree) -> None:
+        """Steps the parameter, or one layer of it, given all that a step reads."""
         self._stepped = True
         refs, scalars, layer, finite, watched = operands
         finite = _both(finite, watched.see(grad))
@@ -308,27 +289,18 @@ class _ParamRefs:
         """Steps with a gradient of zero if the loss does not depend on the parameter."""
         if not self._stepped:
             zeros = jnp.zeros(self.refs.param.shape, self.refs.param.dtype)
-            unwatched = self.operands(None)._replace(finite=finite, watched=_Watched())
-            self.step(zeros, unwatched)
-
-
-def _read(site: _ParamRefs, origin: Array, layer: Array | None) -> Array:
-    """Reads a parameter, or one layer of it. The cotangent of what was read steps it.
-
-    `origin` is the number by which the loss is differentiated. Its gradient is zero.
-    """
-    x = site.refs.param[... if layer is None else layer]
-    return _tapped(site, x, origin, site.operands(layer))
+            operands = self.refs, self._job.scalars, None, finite, _Watched()
+            self.step(zeros, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: _Operands) -> Array:
+def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: PyTree) -> Array:
     """Returns `x`, a parameter or a layer of it."""
     del site, origin, operands
     return x
 
 
-def _backward(site: _ParamRefs, operands: _Operands, grad: Array) -> PyTree:
+def _backward(site: _ParamRefs, operands: PyTree, grad: Array) -> PyTree:
     site.step(grad, operands)
     return None, jnp.zeros(()), None
 

@@ -16,10 +16,10 @@ from jaxtyping import Int, PyTree
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import check_shape, dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
-from mpx._optim._packing import INT8, PackedLeaf, Packing, Unpacked, put_master
+from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, Unpacked, put_master
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._update_rules import Rule
-from mpx._quant import Block, Packed
+from mpx._quant import Block
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 

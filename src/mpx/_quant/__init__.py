@@ -9,12 +9,7 @@ from mpx._quant._codecs import RoundedMaster as RoundedMaster
 from mpx._quant._codecs import SoftsignInt8 as SoftsignInt8
 from mpx._quant._codecs import SqrtUint8 as SqrtUint8
 from mpx._quant._codecs import UlpFraction as UlpFraction
-from mpx._quant._planes import Packed as Packed
-from mpx._quant._planes import count_words as count_words
-from mpx._quant._planes import join as join
-from mpx._quant._planes import split as split
-from mpx._quant._planes import word_of as word_of
-from mpx._quant._planes import words_of as words_of
+from mpx._quant._codecs import place as place
 from mpx._quant._rounding import Block as Block
 from mpx._quant._rounding import Dither as Dither
 from mpx._quant._rounding import Rounding as Rounding

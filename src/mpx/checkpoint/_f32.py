@@ -20,8 +20,8 @@ from mpx._jax._tree import (
 )
 from mpx._optim import FlashState, Stepped, from_master, master_params
 from mpx._optim._optax import MasterWeightsState
-from mpx._optim._packing import Packing, decode_moment, encode_moment
-from mpx._quant import Packed, Quantized
+from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
+from mpx._quant import Quantized
 
 T = TypeVar("T")
 _MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
