@@ -27,12 +27,12 @@ from jax import lax
 import mpx
 from _measure import read_options
 from mpx._kernels import _dispatch, _triton
-from mpx._optim._core import Step
+from mpx._optim._optimizers import Step
 from mpx._optim._packing import PackedLeaf, Unpacked, master_codec, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
-from mpx._optim._update_rules import Given
-from mpx._quant import Block, Dither, Quantized
+from mpx._quant._codecs import Quantized
+from mpx._quant._rounding import Block, Dither
 from mpx._quant._rounding import _mix as mix
 
 RATE, DECAY = 0.01, {"weight_decay": 0.1}
@@ -139,7 +139,7 @@ def rounding_errors(rule, scalars, grad, weight, moments):
     def step(factors):
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
-        given = Given(tuple(rest), grad * scale, weight, Block())
+        given = tuple(rest), grad * scale, weight, Block()
         new = rule.average(given, moments)
         return (rule.move(given, moments, new), *new)
 

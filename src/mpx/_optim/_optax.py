@@ -46,10 +46,10 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that a step that is not finite changes nothing.
 
-    A step is skipped if the gradients, the updates or the new state hold an inf or nan:
-    the square of a finite gradient of 1e20 is infinite. The updates are then zero and the
-    inner state stays as it is; counters in the state tell how often that happened. Unlike
-    `optax.apply_if_finite` it never lets a NaN through.
+    A step is skipped if the gradients, the updates or the new state hold an inf or nan.
+    The updates are then zero and the inner state stays as it is; counters in the state
+    tell how often that happened. Unlike `optax.apply_if_finite` it never lets a NaN
+    through.
 
     Args:
         optimizer: Any optax transformation.
@@ -143,14 +143,7 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, MasterWeightsState]:
         """Makes 16-bit parameters, and a state whose masters are the f32 weights.
 
-        Args:
-            params: The f32 weights, or a whole model. Running statistics are not cast.
-            dtype: The dtype of the parameters.
-            keep: Parameters that stay as they are; see `FlashOptimizer.init_from`.
-
-        Raises:
-            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
-                `keep` selects nothing.
+        For the arguments see `FlashOptimizer.init_from`.
 
         Examples:
             >>> import optax
@@ -173,10 +166,7 @@ def master_weights(
     lost in them (bf16: 0.2 % of the weight), but adds up in the master copy. The copies
     live in the optimizer state, so checkpoints and sharding cover them. Start with
     `init_from`, which takes the f32 weights: `params, state = optimizer.init_from(model)`.
-
-    The returned updates take each parameter to its rounded master. Adding them is exact
-    unless the two differ by more than a factor of 2¹⁶ or so; then the error is at most
-    2⁻²⁴ of the larger one and gone after the next step.
+    The returned updates take each parameter to its rounded master.
 
     Args:
         optimizer: Any optax transformation.

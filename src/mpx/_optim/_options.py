@@ -285,13 +285,7 @@ def _check_range(name: str, value: PyTree) -> None:
 
 
 class Clip(NamedTuple):
-    """The result of `clip_scale`.
-
-    Attributes:
-        grad_scale: For `step`: undoes the loss scale and clips.
-        norm: The norm of the unscaled gradients before clipping.
-        finite: Whether that norm is finite, for `step(finite=...)`.
-    """
+    """The result of `clip_scale`: factor and flag for `step`, and the unclipped norm."""
 
     grad_scale: Float[Array, ""]
     norm: Float[Array, ""]
@@ -310,13 +304,12 @@ def clip_scale(
     Args:
         grads: The gradients, possibly still scaled, in any floating or complex dtype.
             Other leaves, such as `None` and integers, are ignored.
-        max_norm: The largest norm allowed, a scalar; inf only computes the norm.
-        grad_scale: The factor that unscales the gradients, a scalar: one over the loss
-            scale.
+        max_norm: The largest norm allowed, a positive scalar; inf only computes the norm.
+        grad_scale: The factor that unscales the gradients: one over the loss scale.
 
-    Raises:
-        TypeError: If `max_norm` or `grad_scale` is not a number or scalar array.
-        ValueError: If `max_norm` is not positive.
+    Returns:
+        `(grad_scale, norm, finite)`: what unscales and clips, the norm of the unscaled
+        gradients before clipping, and whether it is finite.
 
     Examples:
         >>> clip = clip_scale({"w": jnp.full(4, 8.0)}, 1.0, grad_scale=0.5)

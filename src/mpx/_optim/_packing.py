@@ -18,9 +18,8 @@ from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
 from mpx._optim._params import F32, PARAM_DTYPES
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
-from mpx._quant import (
+from mpx._quant._codecs import (
     BitDelta,
-    Block,
     Full,
     MasterCodec,
     MomentCodec,
@@ -29,11 +28,9 @@ from mpx._quant import (
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
-    is_finite,
     place,
-    random_bits,
 )
-from mpx._quant._rounding import bits, from_bits
+from mpx._quant._rounding import Block, bits, from_bits, is_finite, random_bits
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
@@ -43,12 +40,10 @@ _LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
 class Packed(NamedTuple):
     """The state of one parameter, in at most two arrays.
 
-    Attributes:
-        codes: The numbers per element: the code of each moment, or the moment itself if it
-            is not quantised, then the correction. An array `(planes, *shape)`; if all of
-            them are f32, a tuple with an array of the parameter's shape for each.
-        scales: The numbers per group: the scale of each moment, an array
-            `(planes, *shape[:-1], groups)`; `None` if no moment is quantised.
+    `codes` has the numbers per element: the code of each moment, or the moment itself if
+    it is not quantised, then the correction. An array `(planes, *shape)`; if all of them
+    are f32, a tuple with an array of the parameter's shape for each. `scales` has the
+    numbers per group, `(planes, *shape[:-1], groups)`; `None` without quantised moments.
     """
 
     codes: PyTree
@@ -63,12 +58,7 @@ class PackedLeaf(NamedTuple):
 
 
 class Unpacked(NamedTuple):
-    """The state of one parameter.
-
-    Attributes:
-        moments: A `Quantized` or an f32 array for each moment of the rule.
-        correction: The remainder of rounding the master weight, or `None`.
-    """
+    """The moments of one parameter, `Quantized` or in f32, and its correction, if any."""
 
     moments: tuple[PyTree, ...]
     correction: PyTree
@@ -114,14 +104,7 @@ def master_codec(
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How the state of one parameter is stored.
-
-    Attributes:
-        moments: The names of the moments.
-        format: The format of scales and corrections.
-        quantized: Whether the moments have 8 bits.
-        correction: The dtype of the correction, or `None`.
-    """
+    """How the state of one parameter is stored; `correction` is a dtype, or `None`."""
 
     moments: tuple[str, ...]
     format: StateFormat
@@ -225,11 +208,7 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
 class LeafStep:
     """The step of a leaf: unpack, decode, update in f32, encode, pack.
 
-    Attributes:
-        rule: The update rule.
-        packing: How the state is stored.
-        group_size: Elements that share a scale; 0 if no moment is quantised.
-        dithers: Whether moments and weights are rounded with a `Dither`.
+    `group_size` elements share a scale; it is 0 if no moment is quantised.
     """
 
     rule: Rule
@@ -256,7 +235,7 @@ class LeafStep:
         moments = tuple(codec.decode(stored, block) for codec, stored in pairs)
         grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
         scaled = grad.astype(weight.dtype) * grad_scale
-        given = Given(tuple(coefficients), scaled, weight, block)
+        given = tuple(coefficients), scaled, weight, block
         weight, moments = self._update(given, moments, dtype)
         # For `finite` to skip; it must be seen if nobody looks.
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
@@ -273,10 +252,10 @@ class LeafStep:
         """Returns weights and moments after a step, the old ones where it would overflow.
 
         The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
-        its weight would never move again. Each element is decided by itself, in registers:
-        to skip the whole step, a kernel would have to read all gradients twice.
+        its weight would never move again. To skip the whole step, a kernel would have to
+        read all gradients twice.
         """
-        weight = given.weight
+        _, _, weight, _ = given
         new = self.rule.average(given, moments)
         # If any moment is too large, the last one is.
         fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]

@@ -37,12 +37,8 @@ PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 class FlatParams(NamedTuple):
     """A tree of parameters, flattened; `None` counts as a leaf.
 
-    Attributes:
-        names: The path of each leaf.
-        leaves: The leaves.
-        treedef: The structure of the parameters.
-        bare: That structure without NNX variables, which is that of the state. With them
-            one variable would hold both codes and scales, which NNX would separate.
+    `bare` is the structure without NNX variables, which is that of the state: one variable
+    would hold both codes and scales, which NNX would separate.
     """
 
     names: Sequence[str]

@@ -30,8 +30,7 @@ from mpx._jax._compat import (
     varying_axes,
 )
 from mpx._jax._tree import as_flag
-from mpx._optim._core import Step
-from mpx._optim._optimizers import FlashOptimizer, core_of
+from mpx._optim._optimizers import FlashOptimizer, Step, core_of
 from mpx._optim._params import flatten_params
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
@@ -49,11 +48,10 @@ class Released(NamedTuple):
     Attributes:
         value: The loss.
         aux: The auxiliary output of the function; `None` without `has_aux`.
-        params: The parameters after the step, in their own dtypes.
+        params: The parameters after the step.
         state: The state after the step.
-        finite: Whether the loss and all gradients were finite; `None` unless
-            `skip_nonfinite`.
-        grad_norm: The norm of all gradients before `grad_scale`, f32; `None` unless
+        finite: Whether loss and gradients were finite; `None` without `skip_nonfinite`.
+        grad_norm: The norm of all gradients before `grad_scale`; `None` without
             `with_norm`.
     """
 
@@ -198,10 +196,8 @@ def release(
 class _Watched(NamedTuple):
     """Facts about loss and gradients, collected in references.
 
-    Attributes:
-        flags: Whether the loss is finite, whether everything seen so far is, and whether
-            any gradient is that may step; empty if not asked for.
-        squares: The sum of the squares of all gradients, or `None`.
+    `flags` are whether the loss is finite, whether everything seen so far is, and whether
+    any gradient is that may step; empty if not asked for.
     """
 
     flags: tuple[Ref, ...] = ()
@@ -313,13 +309,9 @@ _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tap:
-    """A parameter, or one layer of it, that has not been read yet.
+    """A parameter, or one layer of it, that has not been read yet, and casts of it.
 
-    Attributes:
-        get: Returns the value, given the index of the layer, or `None`. It is called once,
-            or once for each layer.
-        layer: The index of the layer along the first axis; `None` for all.
-        casts: Dtypes to cast to, one after the other.
+    `get` takes the index of the layer, or `None`; it is called once for each.
     """
 
     get: Callable[[Array | None], Array]
@@ -334,11 +326,7 @@ class _Tap:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Taps(Visitor):
-    """Hands taps on to the equations that can read them themselves.
-
-    Attributes:
-        in_loop: Whether the equations belong to the body of a scan.
-    """
+    """Hands taps on to the equations that can read them; `in_loop` in a scan's body."""
 
     in_loop: bool = False
 
@@ -355,8 +343,7 @@ class _Taps(Visitor):
     def can_wait(self, jaxpr: Jaxpr, var: Any) -> bool:
         """Returns whether a parameter is used once, by an equation that can read it itself.
 
-        One that is used more often is read before, once: its gradient is the sum over all
-        uses, and known only after the last of them.
+        The gradient of others is a sum over all uses, known after the last of them.
         """
 
         def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from mpx import _optim
 from mpx._jax._tree import dtype_of, named_leaves
-from mpx._optim import Compression, ParamGroup
-from mpx._optim._options import group_of
+from mpx._optim import _optimizers as _flash
+from mpx._optim._options import Compression, ParamGroup, group_of
 from mpx._optim._params import PARAM_DTYPES
 from mpx.compat.flashoptim._convert import (
     FlashAdamState,
@@ -56,7 +55,7 @@ def flash_adam(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Adam; weight decay is added to the gradient. See `flash_adamw`."""
-    return _build(_optim.flash_adam, FlashAdamState, **locals())
+    return _build(_flash.flash_adam, FlashAdamState, **locals())
 
 
 def flash_adamw(  # noqa: PLR0917
@@ -94,7 +93,7 @@ def flash_adamw(  # noqa: PLR0917
             `master_weight_bits` has no effect, or with `fused` if a leaf is not f32,
             bf16 or f16.
     """
-    return _build(_optim.flash_adamw, FlashAdamState, **locals())
+    return _build(_flash.flash_adamw, FlashAdamState, **locals())
 
 
 def flash_lion(  # noqa: PLR0917
@@ -109,7 +108,7 @@ def flash_lion(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Lion. See `flash_adamw` for the options."""
-    return _build(_optim.flash_lion, FlashLionState, **locals())
+    return _build(_flash.flash_lion, FlashLionState, **locals())
 
 
 def flash_sgd(  # noqa: PLR0917
@@ -125,7 +124,7 @@ def flash_sgd(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Gradient descent; weight decay is added to the gradient. See `flash_adamw`."""
-    return _build(_optim.flash_sgd, FlashSGDState, **locals())
+    return _build(_flash.flash_sgd, FlashSGDState, **locals())
 
 
 def flash_sgdw(  # noqa: PLR0917
@@ -141,7 +140,7 @@ def flash_sgdw(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Gradient descent with decoupled weight decay. See `flash_adamw`."""
-    return _build(_optim.flash_sgdw, FlashSGDState, **locals())
+    return _build(_flash.flash_sgdw, FlashSGDState, **locals())
 
 
 def _matches(by: PyTree, name: str, leaf: object) -> bool:
@@ -207,8 +206,8 @@ def _build(
             group = group_of(groups, name, param)
             return (base if group is None else group.compression).quantize
 
-        options: PyTree = dict(quantize=quantizes, master_weight_bits="keep")
-        return from_mpx(params, state, state_type, group_size=group_size, **options)
+        options: PyTree = dict(quantize=quantizes, group_size=group_size)
+        return from_mpx(params, state, state_type, **options)
 
     def init(params: PyTree) -> PyTree:
         _check_params(params, groups, param_groups or (), master_weight_bits, fused)
@@ -298,15 +297,15 @@ def _load(state_type: PyTree, state_dict: Mapping[str, PyTree]) -> PyTree:
             f"A state dictionary for {state_type.__name__} has the keys {list(names)}, but "
             f"{missing} are missing: it comes from another optimizer."
         )
+
+    def load_leaf(leaf: Mapping[str, PyTree]) -> PyTree:
+        if leaf["kind"] == "array":
+            return jnp.asarray(leaf["value"])
+        return QuantizedArray(jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"]))
+
+    saved = {name: state_dict[name] for name in names[1:]}
     trees = {
-        name: state_dict[name]["treedef"].unflatten(
-            jnp.asarray(leaf["value"])
-            if leaf["kind"] == "array"
-            else QuantizedArray(
-                jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"])
-            )
-            for leaf in state_dict[name]["leaves"]
-        )
-        for name in names[1:]
+        name: part["treedef"].unflatten(map(load_leaf, part["leaves"]))
+        for name, part in saved.items()
     }
     return state_type(count=jnp.asarray(state_dict["count"], jnp.int32), **trees)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant._codecs import Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant._rounding import Block
 
 _BLOCK = Block()
 _F16 = np.dtype(np.float16)
