@@ -151,11 +151,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
             ValueError: If gradients or state do not fit the parameters; the leaf is
                 named.
         """
-        flat = flatten_params(params)
-        new, state = core_of(self).advance(
-            flat, state, grads, finite=finite, grad_scale=grad_scale
-        )
-        return Stepped(flat.treedef.unflatten([leaf.param for leaf in new]), state)
+        return core_of(self).step(params, state, grads, finite, grad_scale)
 
 
 # --- the engine -----------------------------------------------------------------------
@@ -199,7 +195,10 @@ class Core:
         updates: PyTree,
         state: FlashState,
         params: PyTree = None,
-        **extra: ArrayLike,
+        *,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
+        **_: object,
     ) -> tuple[PyTree, FlashState]:
         """Returns f32 updates for `optax.apply_updates`; see `FlashOptimizer`."""
         if params is None:
@@ -209,25 +208,28 @@ class Core:
             )
         flat = flatten_params(params)
         _check_is_last(flat.leaves)
-        grads = flat.like(updates, "The gradients")
-        options = {key: extra[key] for key in ("finite", "grad_scale") if key in extra}
-        new, state = self.advance(flat, state, updates, **options)
+        new, state = self.step(params, state, updates, finite, grad_scale)
         deltas = [
-            None if grad is None else _difference(leaf.param, param)
-            for grad, leaf, param in zip(grads, new, flat.leaves, strict=True)
+            None if grad is None else _difference(after, before)
+            for grad, after, before in zip(
+                flat.like(updates, "The gradients"),
+                flatten_params(new).leaves,
+                flat.leaves,
+                strict=True,
+            )
         ]
         return flat.treedef.unflatten(deltas), state
 
-    def advance(
+    def step(
         self,
-        flat: FlatParams,
+        params: PyTree,
         state: FlashState,
         grads: PyTree,
-        *,
-        finite: ArrayLike | None = None,
-        grad_scale: ArrayLike = 1.0,
-    ) -> tuple[list[PackedLeaf], FlashState]:
-        """Steps all parameters that have gradients."""
+        finite: ArrayLike | None,
+        grad_scale: ArrayLike,
+    ) -> Stepped:
+        """Steps all parameters that have gradients; see `FlashOptimizer`."""
+        flat = flatten_params(params)
         flag = None if finite is None else as_flag(finite, "finite")
         step = Step(self, flat, state, grad_scale)
         jobs: dict[int, _kernels.Job] = {}
@@ -245,10 +247,7 @@ class Core:
                 "only where a parameter must not change."
             )
         done = _kernels.run(_guarded(jobs), finite=flag, backend=self.backend)
-        new = list(step.leaves)
-        for index, leaf in zip(jobs, done, strict=True):
-            new[index] = leaf
-        return new, step.state_after(new, flag)
+        return step.result(dict(zip(jobs, done, strict=True)), flag)
 
 
 class Step:
@@ -261,7 +260,7 @@ class Step:
         check_state(state, core.rule, core.compression)
         self._core, self._flat, self._state = core, flat, state
         self._scale = as_scalar("grad_scale", grad_scale)
-        self.leaves, self._packings = leaves_of(flat, state)
+        self._leaves, self._packings = leaves_of(flat, state)
         self._decays = decays(core.mask, flat)
         self._known: dict[tuple[int, bool], Array] = {}
 
@@ -285,7 +284,7 @@ class Step:
 
     def job(self, index: int) -> _kernels.Job | None:
         """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        name, leaf = self._flat.names[index], self.leaves[index]
+        name, leaf = self._flat.names[index], self._leaves[index]
         packing, param = self._packings[index], leaf.param
         group, compression = self._core.options(name, param)
         if compression is None:
@@ -304,15 +303,17 @@ class Step:
         scalars = self.scalars(group, self._decays[index])
         return _kernels.Job(name, body, scalars, None, leaf)
 
-    def state_after(
-        self, leaves: Sequence[PackedLeaf], finite: Array | None
-    ) -> FlashState:
-        """Returns the state after the step, from the leaves after it."""
-        old = self._state
+    def result(
+        self, stepped: Mapping[int, PackedLeaf], finite: Array | None
+    ) -> Stepped:
+        """Returns parameters and state, given the leaves that have stepped, by index."""
+        old, flat = self._state, self._flat
+        leaves = [stepped.get(index, leaf) for index, leaf in enumerate(self._leaves)]
         count = jnp.asarray(optax.safe_increment(old.count))
         count = count if finite is None else jnp.where(finite, count, old.count)
-        packed = self._flat.bare.unflatten(leaf.packed for leaf in leaves)
-        return dataclasses.replace(old, count=count, packed=packed)
+        packed = flat.bare.unflatten(leaf.packed for leaf in leaves)
+        params = flat.treedef.unflatten(leaf.param for leaf in leaves)
+        return Stepped(params, dataclasses.replace(old, count=count, packed=packed))
 
 
 _constant = undifferentiable(

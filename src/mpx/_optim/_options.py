@@ -166,10 +166,11 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
                 raise selects_nothing(selector, "where", flat.names)
         if id(group) not in in_force:
             name = next(name for name, leaf in pairs if group.matches(name, leaf))
+            frozen = " with `frozen=True`" if group.frozen else ""
             raise ValueError(
-                f"The group {group.where!r}{' with `frozen=True`' if group.frozen else ''} "
-                f"holds for no parameter: `{name}` and all others belong to earlier "
-                "groups, and the first group that matches holds. Put it before."
+                f"The group {group.where!r}{frozen} holds for no parameter: `{name}` and "
+                "all others belong to earlier groups, and the first group that matches "
+                "holds. Put it before."
             )
 
 

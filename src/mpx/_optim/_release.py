@@ -175,18 +175,12 @@ def release(
             backward(jnp.ones_like(value))
         all_finite, norm, counts = watched.results()
         flag = _both(flag, counts)
-        new = list(plan.leaves)
+        stepped = {}
         for index, site in zip(jobs, sites, strict=True):
             site.finish(flag)
-            new[index] = jax.tree.map(jax.freeze, site.refs)
-        return Released(
-            value,
-            jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None,
-            flat.treedef.unflatten([leaf.param for leaf in new]),
-            plan.state_after(new, flag),
-            all_finite,
-            norm,
-        )
+            stepped[index] = jax.tree.map(jax.freeze, site.refs)
+        aux = jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None
+        return Released(value, aux, *plan.result(stepped, flag), all_finite, norm)
 
     released: Any = step
     released.mpx_released = func, optimizer  # `mpx.inspect.memory` asks for it

@@ -252,8 +252,7 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
 def master_params(params: PyTree, state: PyTree) -> PyTree:
     """Returns the f32 weights behind 16-bit parameters.
 
-    f32 parameters, integers, functions and other leaves come back as they are, and so
-    do frozen parameters and 16-bit parameters without master weights.
+    Leaves without master weights come back as they are.
 
     Args:
         params: The parameters, or a whole model.
@@ -269,7 +268,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         >>> master_params(params, state)["w"].dtype
         dtype('float32')
     """
-    flat, state, leaves, packings = _with_packings(params, state)
+    flat, _, leaves, packings = _with_packings(params, state)
 
     def decode(leaf: PackedLeaf, packing: Packing) -> PyTree:
         if packing.correction is None:
@@ -297,9 +296,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         Parameters and state that hold `master`, as exactly as their format can.
 
     Raises:
-        TypeError: If a weight is not a real array.
-        ValueError: If the trees or shapes differ, or `state` does not hold one state that
-            fits the parameters.
+        ValueError: If weights, parameters and state do not fit; the leaf is named.
 
     Examples:
         >>> from mpx.optim import flash_adamw
@@ -310,13 +307,9 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat, found, leaves, _ = _with_packings(params, state)
-    weights = [
-        _as_weight(name, weight, leaf.param)
-        for name, weight, leaf in zip(
-            flat.names, flat.like(master, "`master`"), leaves, strict=True
-        )
-    ]
+    flat, found, _, _ = _with_packings(params, state)
+    given = flat.like(master, "`master`")
+    weights = list(map(_as_weight, flat.names, given, flat.leaves))
     new_params, new_state = put_masters(flat, found, weights)
     return new_params, jax.tree.map(
         lambda x: new_state if x is found else x, state, is_leaf=lambda x: x is found
@@ -326,11 +319,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
 def put_masters(
     flat: FlatParams, state: FlashState, weights: Sequence[PyTree]
 ) -> tuple[PyTree, FlashState]:
-    """Puts weights into parameters, whose dtypes are kept, and state.
-
-    `weights` has for each leaf the weight in f32, another value if the leaf is no
-    parameter, or `None` to change nothing.
-    """
+    """Puts weights, or `None` to change nothing, into parameters of any dtype and state."""
     leaves, packings = leaves_of(flat, state)
     new = [
         leaf if weight is None else put_master(weight, leaf, packing)

@@ -36,12 +36,7 @@ _LARGEST = {
 
 
 class Quantized(NamedTuple):
-    """Numbers in 8 bits.
-
-    Attributes:
-        codes: One integer per element, in the shape of the array it stands for.
-        scale: One number per group: `shape[:-1] + (groups,)`.
-    """
+    """Numbers in 8 bits: a code per element, and a scale per group of the last axis."""
 
     codes: Array
     scale: Array
@@ -80,10 +75,8 @@ class SoftsignInt8:
     quarter of a code, since the same offset rounds codes and `scale`. (With independent
     ones the largest code could be one too large.) Encoding a decoded block changes
     nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
-
-    Attributes:
-        scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
-            which numbers end at 65504 and groups below 3e-8 are zeros.
+    A `scale` of bf16 has the range of f32; with f16, the format of FlashOptim, numbers end
+    at 65504 and groups below 3e-8 are zeros.
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.int8)
@@ -125,10 +118,8 @@ class SqrtUint8:
     much. The code 0 means zero but is never written: with a second moment rounded to zero
     the step of Adam would have no bound. A group of zeros has the scale 0. Encoding a
     decoded block changes no code, and an f32 scale only by rounding errors.
-
-    Attributes:
-        scale_dtype: f32 follows a slow average; f16 is the format of FlashOptim, in
-            which roots end at 65504 and groups below 3e-8 are zeros.
+    A `scale` of f32 follows a slow average; with f16, the format of FlashOptim, roots end
+    at 65504 and groups below 3e-8 are zeros.
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
@@ -206,7 +197,7 @@ class RoundedMaster:
 
 @dataclasses.dataclass(frozen=True)
 class BitDelta:
-    """bf16 with the difference of the bit patterns, in integers only.
+    """bf16 with the difference of the bit patterns, in integers only: int8 or int16.
 
     `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
     at most 128 f32 ulps everywhere (a bf16 ulp is 65536), dithered 255, and 16 bits none.
@@ -214,9 +205,6 @@ class BitDelta:
     This holds for subnormal numbers, ±0, ±inf and weights between the largest bf16 and the
     largest f32, of which 8 bits make the last 128 (255) infinite; nan stays nan. Encoding a
     decoded weight changes nothing, with any threshold.
-
-    Attributes:
-        dtype: int8 or int16, the dtype of the correction.
     """
 
     dtype: np.dtype = _INT8
@@ -255,18 +243,14 @@ class BitDelta:
 class UlpFraction:
     """bf16 or f16 with the rounding error in units of half an ulp (FlashOptim's format).
 
-    `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
-    the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
-    16 for f16, twice that just below a power of two, and twice that again if dithered. With
-    16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰
-    (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range
-    of f16 becomes inf. Encoding a decoded weight changes nothing, except that one half-way
-    below a power of two may move by the bound, once. Dithered, f16 with 8 bits follows
-    updates to half an f32 ulp per step: a decoded weight is not an f32 number, and its
-    rounding error is 1/64 of a unit of the correction.
-
-    Attributes:
-        dtype: int8 or int16, the dtype of the correction.
+    `weight = param + correction / M · ulp(param) / 2` with M = 127 (int8) or 32767 (int16).
+    With 8 bits the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for
+    bf16 and 16 for f16, twice that just below a power of two, and twice that again if
+    dithered. With 16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰ (8 bits) or
+    2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range of f16
+    becomes inf. Encoding a decoded weight changes nothing, except that one half-way below a
+    power of two may move by the bound, once. Dithered, f16 with 8 bits follows updates to
+    half an f32 ulp per step.
     """
 
     dtype: np.dtype = _INT8

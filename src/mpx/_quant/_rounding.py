@@ -71,11 +71,9 @@ class Dither(NamedTuple):
     are independent of 1 over the integers: with one, the two roundings of a step would be
     correlated, and a weight could move twice as fast as it should, or not at all.
 
-    Attributes:
-        moments: By the golden ratio, between ±(1/2 - 2⁻¹²): an integer with f32 rounding
-            errors stays that integer.
-        masters: By √½, from [0, 1), a multiple of 2⁻²⁴: the threshold added before a
-            floor, in units of the stored format.
+    That of moments, by the golden ratio, is between ±(1/2 - 2⁻¹²): an integer with f32
+    rounding errors stays that integer. That of masters, by √½, is from [0, 1), a multiple
+    of 2⁻²⁴: the threshold added before a floor, in units of the stored format.
     """
 
     moments: Array

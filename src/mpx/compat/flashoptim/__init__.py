@@ -20,15 +20,11 @@ Examples:
     dtype('float32')
 """
 
-from mpx.compat.flashoptim._convert import (
+from mpx.compat.flashoptim._optimizers import (
     FlashAdamState,
     FlashLionState,
-    FlashSGDState,
-    from_mpx,
-    to_mpx,
-)
-from mpx.compat.flashoptim._optimizers import (
     FlashOptimizer,
+    FlashSGDState,
     flash_adam,
     flash_adamw,
     flash_adamw_state_dict,
@@ -37,9 +33,11 @@ from mpx.compat.flashoptim._optimizers import (
     flash_sgd,
     flash_sgd_state_dict,
     flash_sgdw,
+    from_mpx,
     load_flash_adamw_state_dict,
     load_flash_lion_state_dict,
     load_flash_sgd_state_dict,
+    to_mpx,
 )
 from mpx.compat.flashoptim.compression import (
     cast_tree_bf16,

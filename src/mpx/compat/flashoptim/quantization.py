@@ -17,12 +17,7 @@ _CODECS = {"mu": SoftsignInt8(_F16), "nu": SqrtUint8(_F16)}
 
 
 class QuantizedArray(NamedTuple):
-    """Numbers in 8 bits.
-
-    Attributes:
-        values: One integer per element, in the shape of the parameter.
-        scales: f16, one per group of the flattened array; the last may be smaller.
-    """
+    """Numbers in 8 bits: a code per element, an f16 scale per group of the flat array."""
 
     values: Array
     scales: Array
