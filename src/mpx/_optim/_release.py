@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -301,16 +302,15 @@ _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 # --- parameters that are read late ------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Tap:
+class _Tap(eqx.Module):
     """A parameter, or one layer of it, that has not been read yet, and casts of it.
 
     `get` takes the index of the layer, or `None`; it is called once for each.
     """
 
-    get: Callable[[Array | None], Array]
+    get: Callable[[Array | None], Array] = eqx.field(static=True)
     layer: Array | None = None
-    casts: tuple[DTypeLike, ...] = ()
+    casts: tuple[DTypeLike, ...] = eqx.field(static=True, default=())
 
     def read(self) -> Array:
         """Returns its value."""
@@ -371,22 +371,20 @@ class _Taps(Visitor):
         if name == "jit":
             return self.body(jaxpr, consts, values), unknown
         # Read inside, so that what was read is not kept for the backward pass.
-        arrays, merge = _split(values)
-        body = lambda *arrays: self.body(jaxpr, consts, merge(arrays))  # noqa: E731
-        return remat_with(eqn, body, arrays), unknown
+        body = lambda *values: self.body(jaxpr, consts, values)  # noqa: E731
+        return remat_with(eqn, body, values), unknown
 
     def _scan(self, eqn: Equation, values: Values) -> Values:
         jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
         n_consts, n_carry = scan_sizes(eqn.params)
         shared, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
-        arrays, merge = _split(values[n_consts + n_carry :])
         inner = _Taps(in_loop=True)
 
         def step(carry: Values, x: PyTree) -> tuple[Values, Values]:
-            index, arrays = x
+            index, xs = x
             xs = [
                 dataclasses.replace(x, layer=index) if isinstance(x, _Tap) else x
-                for x in merge(arrays)
+                for x in xs
             ]
             outs = inner.body(jaxpr, consts, [*shared, *carry, *xs])
             return outs[:n_carry], outs[n_carry:]
@@ -398,15 +396,4 @@ class _Taps(Visitor):
             policy = jax.checkpoint_policies.everything_saveable
             step = jax.checkpoint(step, policy=policy, prevent_cse=False)
         index = jnp.arange(eqn.params["length"], dtype=jnp.int32)
-        return scan_with(eqn, step, carry, (index, arrays))
-
-
-def _split(values: Values) -> tuple[Values, Callable[[Sequence[PyTree]], Values]]:
-    """Returns the values that are not taps, and what puts the taps back among others."""
-    arrays = [x for x in values if not isinstance(x, _Tap)]
-
-    def merge(arrays: Sequence[PyTree]) -> Values:
-        rest = iter(arrays)
-        return [x if isinstance(x, _Tap) else next(rest) for x in values]
-
-    return arrays, merge
+        return scan_with(eqn, step, carry, (index, values[n_consts + n_carry :]))
