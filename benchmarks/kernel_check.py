@@ -28,7 +28,7 @@ import mpx
 from _measure import read_options
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._optimizers import Step
-from mpx._optim._packing import PackedLeaf, Unpacked, master_codec, moment_codec
+from mpx._optim._packing import PackedLeaf, Packing, Unpacked, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
 from mpx._quant._codecs import Quantized
@@ -214,7 +214,7 @@ def decoded(core, state, leaf):
     if quantized:
         groups = (*quantized[0].scale.shape, -1)
     dtype = None if leaf.correction is None else leaf.correction.dtype
-    master = master_codec(leaf.param.dtype, dtype, state.format)
+    master = Packing((), state.format, False, dtype).master(leaf.param.dtype)
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
     weight = master.decode(leaf.param, leaf.correction, Block())
     moments = [

@@ -91,17 +91,6 @@ def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec
     return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
 
 
-def master_codec(
-    dtype: DTypeLike, correction: np.dtype | None, format: StateFormat
-) -> MasterCodec:
-    """Returns the codec of the weights of parameters of `dtype`."""
-    if correction is None:
-        return RoundedMaster()
-    if np.dtype(dtype) == np.dtype(jnp.bfloat16) and format == "mpx":
-        return BitDelta(correction)
-    return UlpFraction(correction)
-
-
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """How the state of one parameter is stored; `correction` is a dtype, or `None`."""
@@ -130,7 +119,11 @@ class Packing:
 
     def master(self, dtype: DTypeLike) -> MasterCodec:
         """Returns the codec of the weights of parameters of `dtype`."""
-        return master_codec(dtype, self.correction, self.format)
+        if self.correction is None:
+            return RoundedMaster()
+        is_bf16 = np.dtype(dtype) == np.dtype(jnp.bfloat16)
+        codec = BitDelta if is_bf16 and self.format == "mpx" else UlpFraction
+        return codec(self.correction)
 
     @property
     def elements(self) -> tuple[np.dtype, ...]:
