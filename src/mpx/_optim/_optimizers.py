@@ -523,7 +523,7 @@ def flash_sgd(
         nesterov: Whether to look one step ahead.
         dampening: The share of each gradient that the momentum leaves out.
         weight_decay: A number or a schedule.
-        mask: For this and the other arguments see `flash_adamw`.
+        mask: For this and the next arguments see `flash_adamw`.
         groups: Options by parameter path.
         compression: How the state is stored.
         backend: Where steps run.
@@ -552,7 +552,8 @@ def flash_sgdw(
 ) -> FlashOptimizer:
     """Gradient descent as in `flash_sgd`, with weight decay decoupled from the gradient.
 
-    Each step multiplies the weights by one minus `learning_rate` times `weight_decay`.
+    Each step multiplies the weights by one minus `learning_rate` times `weight_decay`. For
+    the arguments see `flash_sgd`.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -286,7 +286,13 @@ def _check_range(name: str, value: PyTree) -> None:
 
 
 class Clip(NamedTuple):
-    """The result of `clip_scale`: factor and flag for `step`, and the unclipped norm."""
+    """The result of `clip_scale`.
+
+    Attributes:
+        grad_scale: For `step`: undoes the loss scale and clips.
+        norm: The norm of the unscaled gradients before clipping.
+        finite: Whether that norm is finite, for `step(finite=...)`.
+    """
 
     grad_scale: Float[Array, ""]
     norm: Float[Array, ""]
@@ -307,10 +313,6 @@ def clip_scale(
             Other leaves, such as `None` and integers, are ignored.
         max_norm: The largest norm allowed, a positive scalar; inf only computes the norm.
         grad_scale: The factor that unscales the gradients: one over the loss scale.
-
-    Returns:
-        `(grad_scale, norm, finite)`: what unscales and clips, the norm of the unscaled
-        gradients before clipping, and whether it is finite.
 
     Examples:
         >>> clip = clip_scale({"w": jnp.full(4, 8.0)}, 1.0, grad_scale=0.5)
