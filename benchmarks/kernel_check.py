@@ -27,13 +27,12 @@ from jax import lax
 import _measure as measure
 import mpx
 from mpx._kernels import _dispatch, _triton
-from mpx._optim._core import Step
-from mpx._optim._options import master_codec, moment_codec
-from mpx._optim._packing import PackedLeaf, Unpacked
+from mpx._optim._optimizers import Step
+from mpx._optim._packing import PackedLeaf, Packing, Unpacked, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
-from mpx._optim._update_rules import Given
-from mpx._quant import Block, Dither, Quantized
+from mpx._quant._codecs import Quantized
+from mpx._quant._rounding import Block, Dither
 from mpx._quant._rounding import _mix as mix
 
 RATE, DECAY = 0.01, {"weight_decay": 0.1}
@@ -133,7 +132,7 @@ def rounding_errors(rule, scalars, grad, weight, moments):
     def step(factors):
         moved = [x * factor for x, factor in zip(flat, factors, strict=True)]
         (scale, *rest), grad, weight, moments = treedef.unflatten(moved)
-        given = Given(tuple(rest), grad * scale, weight, Block())
+        given = tuple(rest), grad * scale, weight, Block()
         new = rule.average(given, moments)
         return (rule.move(given, moments, new), *new)
 
@@ -207,7 +206,7 @@ def decoded(core, state, leaf):
     if quantized:
         groups = (*quantized[0].scale.shape, -1)
     dtype = None if leaf.correction is None else leaf.correction.dtype
-    master = master_codec(leaf.param.dtype, dtype, state.format)
+    master = Packing((), state.format, False, dtype).master(leaf.param.dtype)
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
     weight = master.decode(leaf.param, leaf.correction, Block())
     moments = [
@@ -488,7 +487,7 @@ def run_huge(rows, width, chunk):
     inputs = jax.jit(functools.partial(huge_inputs, rows, width))()
     step = functools.partial(take_step, case.optimizer("auto"))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
-    leaf = PackedLeaf(inputs[0]["w"], *inputs[1].packed["w"])
+    leaf = PackedLeaf(inputs[0]["w"], inputs[1].packed["w"])
     launches = int(_triton.can_address(leaf, _dispatch._BLOCK))
     problems = kernel_problems(program, "kernel", launches)
     result = program(*inputs, yes, scale)

@@ -322,14 +322,14 @@ BREAKS = [
     Break(
         "moments and masters are dithered together",
         "_quant",
-        "(0x9E3779B1, 0xB504F333)",
-        "(0x9E3779B1, 0x9E3779B1)",
+        "multiple(0xB504F333)",
+        "multiple(0x9E3779B1)",
         "quant",
         "do_not_fall_together",
     ),
     Break(
         "low words come first",
-        "_quant",
+        "_optim",
         "in reversed(range(0, 8 * x.dtype.itemsize, width))",
         "in (range(0, 8 * x.dtype.itemsize, width))",
         "planes",

@@ -14,8 +14,7 @@ from mpx._kernels import _triton
 from mpx._kernels._plain import run_plain
 from mpx._optim._packing import LeafStep, PackedLeaf, Packing
 from mpx._optim._update_rules import Adam, Lion, Sgd
-from mpx._quant import Dither
-from mpx._quant._rounding import bits, from_bits
+from mpx._quant._rounding import Dither, bits, from_bits
 from mpx.testing import assert_trees_equal
 
 RULES = {
@@ -137,7 +136,7 @@ def plain(plan, scalars, grad, leaf):
 
 @functools.partial(jax.jit, static_argnums=0)
 def first_step(plan, scalars, grad, param):
-    leaf = PackedLeaf(param, *plan.packing.zeros(param, plan.group_size))
+    leaf = PackedLeaf(param, plan.packing.zeros(param, plan.group_size))
     return plain(plan, scalars, grad, leaf)
 
 

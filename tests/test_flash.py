@@ -14,7 +14,8 @@ import mpx
 from flash_cases import BF16, F16, F32, KINDS, SHAPE, TINY, draw, kind, stepper
 from models import count_traces
 from mpx._optim._packing import decode_moment
-from mpx._quant import Block, Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant._codecs import Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant._rounding import Block
 from mpx.testing import assert_trees_equal
 from numerics import inject_nonfinite, ulp_distance
 
@@ -137,7 +138,6 @@ def reference(rule, weight, grads):
         yield w
 
 
-@pytest.mark.some(5)
 @pytest.mark.parametrize("name", RULES)
 def test_rules_are_those_of_f64_and_of_optax(name):
     make, rule, optax_make = RULES[name]

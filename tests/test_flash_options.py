@@ -12,7 +12,7 @@ from flax import nnx
 
 import mpx
 from flash_cases import BF16, F16, F32, SHAPE, TINY, W, draw, kind, step_with, stepper
-from mpx._quant import Quantized
+from mpx._quant._codecs import Quantized
 from mpx.testing import assert_trees_equal
 
 # --- trees ----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import pytest
 from jax import lax
 
 import mpx
-from mpx._quant import Quantized
+from mpx._quant._codecs import Quantized
 
 # Default promotion for `optax.apply_updates`.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.long]

@@ -195,7 +195,7 @@ def test_a_kernel_addresses_what_32_or_64_bits_can(size, reachable):
     assert _dispatch._BLOCK == 512
     param = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
     packed = make_plan(RULES["adamw"]).packing.zeros(param, 32)
-    assert _triton.can_address(PackedLeaf(param, *packed), 512) == reachable
+    assert _triton.can_address(PackedLeaf(param, packed), 512) == reachable
 
 
 def test_what_is_not_read_again_leaves_the_cache_first():

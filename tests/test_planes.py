@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import KINDS, TINY, make_grads, make_params, optimizer, stepper
-from mpx._optim._packing import Unpacked
-from mpx._quant import count_words, join, split, word_of
+from mpx._optim._packing import Unpacked, count_words, join, split, word_of
 from mpx.testing import assert_trees_equal
 
 I8, U8, I16, BF16, F16, F32 = (
@@ -105,7 +104,5 @@ def test_a_state_of_other_arrays_is_not_restored():
     state = optimizer().init(params)
     saved: Any = serialization.to_state_dict(state)
     old = {"count": saved["count"], "layout": {}, "mu": params, "nu": params}
-    with pytest.raises(
-        ValueError, match=r"has \['count', 'layout', 'mu', 'nu'\], but.*'packed'"
-    ):
+    with pytest.raises(ValueError, match=r"keys do not match.*'packed'"):
         serialization.from_state_dict(state, old)

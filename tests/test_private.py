@@ -15,11 +15,11 @@ import pytest
 from flax import linen as nn
 
 import mpx
-from mpx import _optim
 from mpx._fp8 import _operands
 from mpx._jax import _private
 from mpx._jax._version import check_versions
 from mpx._kernels import _dispatch
+from mpx._optim._optimizers import flash_adamw
 
 NAMES = [(key, name) for key, x in _private.FEATURES.items() for name in x.names]
 
@@ -52,7 +52,7 @@ def attempt(feature, missing):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import mpx
-        from mpx._optim import flash_adamw
+        from mpx._optim._optimizers import flash_adamw
         from mpx._jax._private import private
 
         optimizer = flash_adamw(0.5, weight_decay=0.0)
@@ -160,7 +160,7 @@ def test_gpu_without_kernels_runs_plain_jax_with_one_warning(hide, monkeypatch):
     for module in (_dispatch, _operands):
         monkeypatch.setattr(module, "gpu_capability", lambda: (9, 0))
     params = {"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}
-    tx = _optim.flash_adamw(1e-2)
+    tx = flash_adamw(1e-2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jaxpr = jax.make_jaxpr(tx.step)(params, tx.init(params), params)

@@ -216,6 +216,9 @@ def documentation(function):
     doc = inspect.getdoc(function) or ""
     if inspect.isclass(function):
         doc += "\n" + (inspect.getdoc(function.__init__) or "")
+    # Relatives share their arguments, which one of them describes.
+    for name in re.findall(r"arguments see `(\w+)`", doc):
+        doc += "\n" + documentation(getattr(inspect.getmodule(function), name))
     return doc
 
 

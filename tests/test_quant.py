@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpx._quant import (
+from mpx._quant._codecs import (
     BitDelta,
-    Block,
     Full,
     Quantized,
     RoundedMaster,
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
-    dither_of,
-    random_bits,
 )
-from mpx._quant._rounding import _element_index
+from mpx._quant._rounding import Block, _element_index, dither_of, random_bits
 from mpx.testing import assert_trees_equal
 from quant_cases import (
     BF16,

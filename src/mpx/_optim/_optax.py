@@ -17,7 +17,7 @@ from mpx._jax._tree import (
     cast_leaf,
     check_shape,
     is_floating,
-    named_leaves,
+    map_with_name,
     select_tree,
 )
 from mpx._optim._params import cast_params
@@ -46,10 +46,10 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that a step that is not finite changes nothing.
 
-    A step is skipped if the gradients, the updates or the new state hold an inf or nan:
-    the square of a finite gradient of 1e20 is infinite. The updates are then zero and the
-    inner state stays as it is; counters in the state tell how often that happened. Unlike
-    `optax.apply_if_finite` it never lets a NaN through.
+    A step is skipped if the gradients, the updates or the new state hold an inf or nan.
+    The updates are then zero and the inner state stays as it is; counters in the state
+    tell how often that happened. Unlike `optax.apply_if_finite` it never lets a NaN
+    through.
 
     Args:
         optimizer: Any optax transformation.
@@ -80,8 +80,14 @@ def skip_nonfinite(
         params: PyTree | None = None,
         **extra_args: object,
     ) -> tuple[PyTree, SkipNonfiniteState]:
-        _check_shapes(updates, params)
         _check_state(state, SkipNonfiniteState, "skip_nonfinite")
+        # Without parameters, or of another structure, the optimizer may refuse them.
+        if jax.tree.structure(updates) == jax.tree.structure(params):
+            map_with_name(
+                lambda name, *pair: check_shape(f"The gradient of `{name}`", *pair),
+                updates,
+                params,
+            )
         finite = all_finite(updates)
         updates, inner = optimizer.update(
             updates, state.inner_state, params, **extra_args
@@ -107,15 +113,6 @@ def _check_state(state: PyTree, kind: type, wrapper: str) -> None:
             f"last update; got {type(state).__name__}. The state of the optimizer inside "
             "is its `inner_state`."
         )
-
-
-def _check_shapes(updates: PyTree, params: PyTree | None) -> None:
-    """Raises if gradients would be broadcast against the parameters."""
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        return  # without parameters, or for the optimizer to refuse
-    pairs = zip(named_leaves(updates), jax.tree.leaves(params), strict=True)
-    for (name, update), param in pairs:
-        check_shape(f"The gradient of `{name}`", update, param)
 
 
 class MasterWeightsState(NamedTuple):
@@ -146,14 +143,7 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, MasterWeightsState]:
         """Makes 16-bit parameters, and a state whose masters are the f32 weights.
 
-        Args:
-            params: The f32 weights, or a whole model. Running statistics are not cast.
-            dtype: The dtype of the parameters.
-            keep: Parameters that stay as they are; see `FlashOptimizer.init_from`.
-
-        Raises:
-            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
-                `keep` selects nothing.
+        For the arguments see `FlashOptimizer.init_from`.
 
         Examples:
             >>> import optax
@@ -176,10 +166,7 @@ def master_weights(
     lost in them (bf16: 0.2 % of the weight), but adds up in the master copy. The copies
     live in the optimizer state, so checkpoints and sharding cover them. Start with
     `init_from`, which takes the f32 weights: `params, state = optimizer.init_from(model)`.
-
-    The returned updates take each parameter to its rounded master. Adding them is exact
-    unless the two differ by more than a factor of 2¹⁶ or so; then the error is at most
-    2⁻²⁴ of the larger one and gone after the next step.
+    The returned updates take each parameter to its rounded master.
 
     Args:
         optimizer: Any optax transformation.

@@ -1,40 +1,62 @@
-"""The compressed optimizers by name."""
+"""The compressed optimizers: interface, engine, and all of them by name."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+from mpx import _kernels
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import check_choice
-from mpx._jax._tree import dtype_of
-from mpx._kernels import BACKENDS, Backend
-from mpx._optim._core import Core
+from mpx._jax._compat import undifferentiable
+from mpx._jax._tree import as_flag, check_shape, dtype_of
 from mpx._optim._options import (
     Compression,
     Hyper,
     ParamGroup,
     as_groups,
+    as_scalar,
     check_compression,
+    check_groups_match,
     check_hyper,
+    group_of,
 )
-from mpx._optim._params import Mask, cast_params, flatten_params
-from mpx._optim._state import FlashState, put_masters
+from mpx._optim._packing import LeafStep, PackedLeaf, first_state
+from mpx._optim._params import (
+    F32,
+    PARAM_DTYPES,
+    FlatParams,
+    Mask,
+    cast_params,
+    check_has_params,
+    decays,
+    flatten_params,
+    is_trainable,
+)
+from mpx._optim._state import (
+    FlashState,
+    check_packed,
+    check_state,
+    leaves_of,
+    make_state,
+    put_masters,
+    register_with_flax,
+)
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
+from mpx._quant._rounding import dither_of
+from mpx._updates._optax_checks import transforms_after
 
 _DEFAULT = Compression()
 
 
 class Stepped(NamedTuple):
-    """Parameters and state, at the start or after a step.
-
-    Attributes:
-        params: The parameters, in their own dtypes.
-        state: Their state.
-    """
+    """Parameters, in their own dtypes, and their state, at the start or after a step."""
 
     params: PyTree
     state: FlashState
@@ -52,15 +74,13 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     Start with `init_from`, which takes the f32 weights.
 
     Attributes:
-        init: Makes the state of parameters as they are: `init(params)`. Masters of 16-bit
-            parameters start at pseudo-random places of their rounding intervals; see
-            `Compression.jitter`. Given `ShapeDtypeStruct`s, every leaf of the state is
-            one, sharded like the parameters.
+        init: Makes the state of parameters as they are: `init(params)`. For masters of
+            16-bit parameters see `Compression.jitter`. Given `ShapeDtypeStruct`s, every
+            leaf of the state is one, sharded like the parameters.
         update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
-            Its updates are f32, also for 16-bit parameters. `optax.apply_updates` and
-            `mpx.optimizer_update` keep the dtypes of parameters. `eqx.apply_updates`
-            would make 16-bit parameters f32, which the next `update` refuses if there
-            are master weights.
+            Its updates are f32, also for 16-bit parameters: apply them with
+            `optax.apply_updates` or `mpx.optimizer_update`, which keep the dtypes of
+            parameters, not with `eqx.apply_updates`.
     """
 
     def init_from(
@@ -79,9 +99,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
                 Parameters that have 16 bits already start as with `init`. Frozen ones are
                 rounded.
             dtype: The dtype of the parameters: bf16, f16, or f32 to leave them as they are.
-            keep: Parameters that stay as they are: a regular expression for paths such as
-                `"norm|bias"`, a module type, a predicate `(path, array) -> bool`, or a list
-                of these.
+            keep: Parameters that stay as they are: a selector as in `ParamGroup`.
 
         Returns:
             The parameters and their state, with the shardings of the weights.
@@ -129,18 +147,235 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
             grad_scale: The factor of the gradients, a scalar: one over the loss scale,
                 times the factor of a gradient clip.
 
-        Returns:
-            The parameters and the state after the step.
-
         Raises:
             ValueError: If gradients or state do not fit the parameters; the leaf is
                 named.
         """
+        return core_of(self).step(params, state, grads, finite, grad_scale)
+
+
+# --- the engine -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Core:
+    """A rule, its hyperparameters, and the other options of a `FlashOptimizer`."""
+
+    rule: Rule
+    hyper: Mapping[str, Hyper]
+    mask: Mask
+    groups: tuple[ParamGroup, ...]
+    compression: Compression
+    backend: _kernels.Backend
+
+    def init(self, params: PyTree) -> FlashState:
+        register_with_flax()
         flat = flatten_params(params)
-        new, state = core_of(self).advance(
-            flat, state, grads, finite=finite, grad_scale=grad_scale
+        check_has_params(flat)
+        check_groups_match(self.groups, flat)
+        kind, moments = self.rule.kind, self.rule.moments
+        leaves = []
+        for name, param in zip(flat.names, flat.leaves, strict=True):
+            _, stored = self.options(name, param)
+            packed = stored and first_state(name, param, moments, stored)
+            leaves.append(PackedLeaf(param, packed))
+        return make_state(kind, self.compression.format, moments, leaves, flat.bare)
+
+    def options(
+        self, name: str, param: PyTree
+    ) -> tuple[ParamGroup | None, Compression | None]:
+        """Returns the group of a leaf, and its storage: `None` if it does not train."""
+        group = group_of(self.groups, name, param)
+        if (group is not None and group.frozen) or not is_trainable(name, param):
+            return group, None
+        return group, (group and group.compression) or self.compression
+
+    def update(
+        self,
+        updates: PyTree,
+        state: FlashState,
+        params: PyTree = None,
+        *,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
+        **_: object,
+    ) -> tuple[PyTree, FlashState]:
+        """Returns f32 updates for `optax.apply_updates`; see `FlashOptimizer`."""
+        if params is None:
+            raise ValueError(
+                "A compressed optimizer needs the parameters: call "
+                "`update(grads, state, params)`."
+            )
+        flat = flatten_params(params)
+        _check_is_last(flat.leaves)
+        new, state = self.step(params, state, updates, finite, grad_scale)
+        deltas = [
+            None if grad is None else _difference(after, before)
+            for grad, after, before in zip(
+                flat.like(updates, "The gradients"),
+                flatten_params(new).leaves,
+                flat.leaves,
+                strict=True,
+            )
+        ]
+        return flat.treedef.unflatten(deltas), state
+
+    def step(
+        self,
+        params: PyTree,
+        state: FlashState,
+        grads: PyTree,
+        finite: ArrayLike | None,
+        grad_scale: ArrayLike,
+    ) -> Stepped:
+        """Steps all parameters that have gradients; see `FlashOptimizer`."""
+        flat = flatten_params(params)
+        flag = None if finite is None else as_flag(finite, "finite")
+        step = Step(self, flat, state, grad_scale)
+        jobs: dict[int, _kernels.Job] = {}
+        for index, grad in enumerate(flat.like(grads, "The gradients")):
+            if grad is None or dtype_of(grad) == jax.dtypes.float0:
+                continue
+            job = step.job(index)
+            if job is not None:
+                _check_grad(job, grad)
+                jobs[index] = job._replace(grad=grad)
+        if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
+            raise ValueError(
+                "None of the parameters has a gradient, so the step would move nothing, "
+                "but count. Pass the gradients as a tree like the parameters, with None "
+                "only where a parameter must not change."
+            )
+        done = _kernels.run(_guarded(jobs), finite=flag, backend=self.backend)
+        return step.result(dict(zip(jobs, done, strict=True)), flag)
+
+
+class Step:
+    """One step of all parameters: what their steps share."""
+
+    def __init__(
+        self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
+    ) -> None:
+        check_has_params(flat)
+        check_state(state, core.rule, core.compression)
+        self._core, self._flat, self._state = core, flat, state
+        self._scale = as_scalar("grad_scale", grad_scale)
+        self._leaves, self._packings = leaves_of(flat, state)
+        self._decays = decays(core.mask, flat)
+        self._known: dict[tuple[int, bool], Array] = {}
+
+    def scalars(self, group: ParamGroup | None, decays: bool) -> Array:
+        """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
+        key = (id(group), decays)
+        if key not in self._known:
+            rule, count = self._core.rule, self._state.count
+            hyper = {**self._core.hyper, **(group.hyper if group else {})}
+            if not decays:
+                hyper["weight_decay"] = 0.0
+            values = {}
+            for name in rule.hyper:
+                x = hyper[name]
+                values[name] = as_scalar(name, x(count) if callable(x) else x)
+            # As in the state: the largest int32 plus one would be negative.
+            step = jnp.asarray(optax.safe_increment(count))
+            numbers = rule.coefficients(values, step.astype(jnp.float32))
+            self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
+        return self._known[key]
+
+    def job(self, index: int) -> _kernels.Job | None:
+        """Returns the step of one leaf without its gradient; `None` if it does not train."""
+        name, leaf = self._flat.names[index], self._leaves[index]
+        packing, param = self._packings[index], leaf.param
+        group, compression = self._core.options(name, param)
+        if compression is None:
+            return None
+        group_size = check_packed(name, leaf, packing)
+        if packing.correction is None and compression.correction_dtype(param):
+            raise ValueError(
+                f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
+                f"it, while the optimizer has `master_bits={compression.master_bits}`: "
+                "small updates would be lost. Call init after casting the model, or use "
+                "`Compression(master_bits=None)`."
+            )
+        # FlashOptim rounds to nearest.
+        dithers = self._state.format == "mpx" and compression.rounding == "dithered"
+        body = LeafStep(self._core.rule, packing, group_size, dithers)
+        scalars = self.scalars(group, self._decays[index])
+        return _kernels.Job(name, body, scalars, None, leaf)
+
+    def result(
+        self, stepped: Mapping[int, PackedLeaf], finite: Array | None
+    ) -> Stepped:
+        """Returns parameters and state, given the leaves that have stepped, by index."""
+        old, flat = self._state, self._flat
+        leaves = [stepped.get(index, leaf) for index, leaf in enumerate(self._leaves)]
+        count = jnp.asarray(optax.safe_increment(old.count))
+        count = count if finite is None else jnp.where(finite, count, old.count)
+        packed = flat.bare.unflatten(leaf.packed for leaf in leaves)
+        params = flat.treedef.unflatten(leaf.param for leaf in leaves)
+        return Stepped(params, dataclasses.replace(old, count=count, packed=packed))
+
+
+_constant = undifferentiable(
+    "The step of a compressed optimizer has no derivative: its state is stored in "
+    "integers. If the step is a constant here, pass parameters, state and gradients "
+    "through `lax.stop_gradient`. With f32 parameters and `Compression(quantize=False)` "
+    "a step can be differentiated."
+)
+
+
+def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
+    """Returns steps that raise if they are differentiated, unless all is in f32.
+
+    JAX treats the integers of codes and corrections as constants: derivatives would be
+    zero, or those of a part of the formulas.
+    """
+    coded = {
+        index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
+        for index, job in jobs.items()
+        if any(x.dtype != F32 for x in jax.tree.leaves(job.leaf))
+    }
+    safe = _constant(coded)
+    return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
+
+
+def _check_grad(job: _kernels.Job, grad: PyTree) -> None:
+    """Raises if a gradient does not fit its parameter."""
+    check_shape(f"The gradient of `{job.name}`", grad, job.leaf.param)
+    dtype = dtype_of(grad)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"The gradient of `{job.name}` is {dtype or type(grad).__name__}, but a "
+            "floating array was expected. Pass `None` for parameters that must not change."
         )
-        return Stepped(flat.treedef.unflatten([leaf.param for leaf in new]), state)
+
+
+def _difference(new: PyTree, old: PyTree) -> Array:
+    """Returns what, added to the parameter in f32 and rounded, gives the new one.
+
+    For 16 bits it is exact unless the new one is smaller by a factor of 2¹⁶ or more.
+    """
+    if dtype_of(old) in PARAM_DTYPES:
+        new, old = (jnp.asarray(x).astype(jnp.float32) for x in (new, old))
+        return jnp.where(new == old, 0.0, new - old)  # inf - inf is nan
+    return jnp.zeros_like(old)
+
+
+def _check_is_last(params: Sequence[PyTree]) -> None:
+    """Raises if a chain would change the updates of 16-bit parameters."""
+    if not any(dtype_of(param) in PARAM_DTYPES[1:] for param in params):
+        return
+    if later := transforms_after():
+        raise ValueError(
+            "A compressed optimizer must be the last of a chain, but after it come "
+            f"{', '.join(later)}. Its state holds the remainder of rounding the new "
+            "16-bit parameters; with other updates they would become different ones, and "
+            "may not move at all. Put what changes gradients before it, and the factor of "
+            "a learning rate or schedule into `learning_rate`."
+        )
+
+
+# --- by name --------------------------------------------------------------------------
 
 
 def core_of(optimizer: FlashOptimizer) -> Core:
@@ -155,12 +390,12 @@ def _build(
     mask: Mask,
     groups: Sequence[ParamGroup],
     compression: Compression,
-    backend: Backend,
+    backend: _kernels.Backend,
     **hyper: Hyper,
 ) -> FlashOptimizer:
     """Makes an optimizer from a rule and a user's options, which it checks."""
     check_compression("`compression`", compression)
-    check_choice(backend, "backend", BACKENDS)
+    check_choice(backend, "backend", _kernels.BACKENDS)
     groups = as_groups(groups, rule, compression)
     for values in (hyper, *(group.hyper for group in groups)):
         check_hyper(values)
@@ -180,7 +415,7 @@ def flash_adamw(
     mask: Mask = None,
     groups: Sequence[ParamGroup] = (),
     compression: Compression = _DEFAULT,
-    backend: Backend = "auto",
+    backend: _kernels.Backend = "auto",
 ) -> FlashOptimizer:
     """AdamW with 8-bit moments and compressed master weights.
 
@@ -224,23 +459,12 @@ def flash_adam(
     mask: Mask = None,
     groups: Sequence[ParamGroup] = (),
     compression: Compression = _DEFAULT,
-    backend: Backend = "auto",
+    backend: _kernels.Backend = "auto",
 ) -> FlashOptimizer:
     """Adam with 8-bit moments and compressed master weights.
 
     The rule is that of `optax.adam`. Weight decay, if any, is added to the gradient
-    (L2 regularisation).
-
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        b1: Decay of the first moment.
-        b2: Decay of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: A number or a schedule.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+    (L2 regularisation). For the arguments see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -261,21 +485,12 @@ def flash_lion(
     mask: Mask = None,
     groups: Sequence[ParamGroup] = (),
     compression: Compression = _DEFAULT,
-    backend: Backend = "auto",
+    backend: _kernels.Backend = "auto",
 ) -> FlashOptimizer:
     """Lion with an 8-bit moment and compressed master weights.
 
-    The rule is that of `optax.lion`.
-
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        b1: Weight of the moment in the step.
-        b2: Decay of the moment.
-        weight_decay: A number or a schedule; multiplied by the learning rate.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+    The rule is that of `optax.lion`: `b1` is the weight of the moment in the step, `b2` its
+    decay. For the other arguments see `flash_adamw`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -296,7 +511,7 @@ def flash_sgd(
     mask: Mask = None,
     groups: Sequence[ParamGroup] = (),
     compression: Compression = _DEFAULT,
-    backend: Backend = "auto",
+    backend: _kernels.Backend = "auto",
 ) -> FlashOptimizer:
     """Gradient descent with an 8-bit momentum and compressed master weights.
 
@@ -308,10 +523,10 @@ def flash_sgd(
         nesterov: Whether to look one step ahead.
         dampening: The share of each gradient that the momentum leaves out.
         weight_decay: A number or a schedule.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
+        mask: For this and the next arguments see `flash_adamw`.
+        groups: Options by parameter path.
         compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+        backend: Where steps run.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -333,20 +548,12 @@ def flash_sgdw(
     mask: Mask = None,
     groups: Sequence[ParamGroup] = (),
     compression: Compression = _DEFAULT,
-    backend: Backend = "auto",
+    backend: _kernels.Backend = "auto",
 ) -> FlashOptimizer:
     """Gradient descent as in `flash_sgd`, with weight decay decoupled from the gradient.
 
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        momentum: Decay of the momentum; `None` keeps none, and no memory for it.
-        nesterov: Whether to look one step ahead.
-        dampening: The share of each gradient that the momentum leaves out.
-        weight_decay: A number or a schedule; multiplied by the learning rate.
-        mask: Which parameters decay; see `flash_adamw`.
-        groups: Options by parameter path; the first group that matches holds.
-        compression: How the state is stored.
-        backend: Where steps run; see `flash_adamw`.
+    Each step multiplies the weights by one minus `learning_rate` times `weight_decay`. For
+    the arguments see `flash_sgd`.
 
     Examples:
         >>> import jax.numpy as jnp

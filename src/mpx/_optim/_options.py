@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
 from mpx._casting._select import (
@@ -24,16 +24,6 @@ from mpx._jax._compat import is_tracer
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._params import FlatParams
 from mpx._optim._update_rules import Rule
-from mpx._quant import (
-    BitDelta,
-    Full,
-    MasterCodec,
-    MomentCodec,
-    RoundedMaster,
-    SoftsignInt8,
-    SqrtUint8,
-    UlpFraction,
-)
 
 StateFormat = Literal["mpx", "flashoptim"]
 Hyper = float | Array | Callable[[Array], ArrayLike]
@@ -64,11 +54,10 @@ class Compression:
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
         jitter: Whether `init` puts each master weight of a 16-bit parameter at a
-            pseudo-random place among the weights that round to this parameter. It changes
-            no parameter. Without it, masters start in the middle of their rounding
-            intervals, and small steps change no parameter for a long time. The place
-            depends on the path of the parameter and the place of the element in its
-            array. To start from f32 weights, use `init_from`.
+            pseudo-random place among the weights that round to it, which depends on the
+            path of the parameter and the index of the element. In the middle, small
+            steps would change no parameter for a long time. To start from f32 weights,
+            use `init_from`.
 
     Examples:
         >>> Compression(master_bits=None, rounding="nearest").quantize
@@ -108,25 +97,6 @@ class Compression:
             return None
         small = math.prod(shape_of(param)) < self.min_size
         return np.dtype(np.int16 if small or self.master_bits == 32 else np.int8)
-
-
-def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
-    """Returns the codec of a moment."""
-    if not quantized:
-        return Full()
-    codec = SoftsignInt8 if name == "mu" else SqrtUint8
-    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
-
-
-def master_codec(
-    dtype: DTypeLike, correction: np.dtype | None, format: StateFormat
-) -> MasterCodec:
-    """Returns the codec of the weights of parameters of `dtype`."""
-    if correction is None:
-        return RoundedMaster()
-    if np.dtype(dtype) == np.dtype(jnp.bfloat16) and format == "mpx":
-        return BitDelta(correction)
-    return UlpFraction(correction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +166,11 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
                 raise selects_nothing(selector, "where", flat.names)
         if id(group) not in in_force:
             name = next(name for name, leaf in pairs if group.matches(name, leaf))
+            frozen = " with `frozen=True`" if group.frozen else ""
             raise ValueError(
-                f"The group {group.where!r}{' with `frozen=True`' if group.frozen else ''} "
-                f"holds for no parameter: `{name}` and all others belong to earlier "
-                "groups, and the first group that matches holds. Put it before."
+                f"The group {group.where!r}{frozen} holds for no parameter: `{name}` and "
+                "all others belong to earlier groups, and the first group that matches "
+                "holds. Put it before."
             )
 
 
@@ -214,22 +185,19 @@ def as_groups(
                 "`groups` must be a sequence of `ParamGroup`s, such as "
                 f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
             )
-        where = f"The group {group.where!r}"
         names = set(rule.hyper)
         if not rule.moments:  # `momentum=0.0` on the optimizer keeps one
             names -= {"momentum", "dampening"}
         if unknown := sorted(set(group.hyper) - names):
             raise ValueError(
-                f"{where} sets {unknown}, but this optimizer has only {sorted(names)}."
+                f"The group {group.where!r} sets {unknown}, but this optimizer has only "
+                f"{sorted(names)}."
             )
-        if group.compression is None:
-            continue
-        check_compression(
-            f"`compression` of the group {group.where!r}", group.compression
-        )
-        if group.compression.format != compression.format:
+        own = compression if group.compression is None else group.compression
+        check_compression(f"`compression` of the group {group.where!r}", own)
+        if own.format != compression.format:
             raise ValueError(
-                f"{where} has the format {group.compression.format!r}, but the others "
+                f"The group {group.where!r} has the format {own.format!r}, but the others "
                 f"have {compression.format!r}; there is one for all."
             )
     return members
@@ -254,18 +222,20 @@ _RANGES: dict[str, _Range] = {
     "momentum": _BELOW_ONE,
     "dampening": ((lambda x: 0 <= x <= 1), "lie in [0, 1]"),
     "eps": ((lambda x: 0 < x < np.inf), "lie in (0, ∞)"),
+    "grad_scale": (np.isfinite, "be finite"),
+    "max_norm": ((lambda x: x > 0), "be positive"),
 }
 
 
 def check_hyper(values: Mapping[str, PyTree]) -> None:
     """Raises for hyperparameters that are out of range or too coarse.
 
-    Traced values and schedules are not known yet.
+    Schedules are not known yet.
     """
     for name, value in values.items():
         if callable(value):
             continue
-        _check_scalar(name, value)
+        _check_number(name, value)
         dtype = getattr(value, "dtype", np.dtype(np.float32))
         if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
             raise ValueError(
@@ -273,16 +243,19 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
                 "`optax.inject_hyperparams` gives hyperparameters the dtype of the "
                 "parameters unless it is called with `hyperparam_dtype=jnp.float32`."
             )
-        _check_range(name, value, *_RANGES.get(name, _ANY_RATE))
+        _check_range(name, value)
 
 
 def as_scalar(name: str, value: PyTree) -> Array:
     """Returns a number as f32; raises if it is not one."""
-    _check_scalar(name, value)
+    _check_number(name, value)
+    # An array may still be being computed.
+    if name == "grad_scale" and not isinstance(value, jax.Array):
+        _check_range(name, value)
     return jnp.asarray(value, jnp.float32)
 
 
-def _check_scalar(name: str, value: PyTree) -> None:
+def _check_number(name: str, value: PyTree) -> None:
     """Raises if a value is not one number; starts no JAX backend."""
     dtype = getattr(value, "dtype", None)
     is_real = isinstance(value, int | float) or (
@@ -297,30 +270,16 @@ def _check_scalar(name: str, value: PyTree) -> None:
         )
 
 
-def _check_range(
-    name: str, value: PyTree, fits: Callable[[float], bool], range_: str
-) -> None:
+def _check_range(name: str, value: PyTree) -> None:
     """Raises if a known number is out of its range in f32, in which it is used."""
+    fits, range_ = _RANGES.get(name, _ANY_RATE)
     if is_tracer(value):
         return
     with np.errstate(over="ignore"):
         used = float(np.float32(value))
     if not fits(used):
-        given = f"{value!r} was given"
-        if fits(float(value)):
-            given += f", which is {used} in f32"
-        raise ValueError(f"`{name}` must {range_}, but {given}.")
-
-
-def as_grad_scale(value: PyTree) -> Array:
-    """Returns `grad_scale` as f32; raises if it is not a number, or is inf or nan.
-
-    Only Python and NumPy numbers are checked: an array may still be being computed.
-    """
-    scale = as_scalar("grad_scale", value)
-    if isinstance(value, int | float | np.ndarray | np.generic):
-        _check_range("grad_scale", value, np.isfinite, "be finite")
-    return scale
+        note = f", which is {used} in f32" if fits(float(value)) else ""
+        raise ValueError(f"`{name}` must {range_}, but {value!r} was given{note}.")
 
 
 # --- clipping -------------------------------------------------------------------------
@@ -352,35 +311,25 @@ def clip_scale(
     Args:
         grads: The gradients, possibly still scaled, in any floating or complex dtype.
             Other leaves, such as `None` and integers, are ignored.
-        max_norm: The largest norm allowed, a scalar; inf only computes the norm.
-        grad_scale: The factor that unscales the gradients, a scalar: one over the loss
-            scale.
-
-    Raises:
-        TypeError: If `max_norm` or `grad_scale` is not a number or scalar array.
-        ValueError: If `max_norm` is not positive.
+        max_norm: The largest norm allowed, a positive scalar; inf only computes the norm.
+        grad_scale: The factor that unscales the gradients: one over the loss scale.
 
     Examples:
         >>> clip = clip_scale({"w": jnp.full(4, 8.0)}, 1.0, grad_scale=0.5)
         >>> float(clip.norm), float(clip.grad_scale)
         (8.0, 0.0625)
     """
-    limit = as_scalar("max_norm", max_norm)
-    _check_range("max_norm", max_norm, lambda x: x > 0, "be positive")
-    scale = as_grad_scale(grad_scale)
-    one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-    norm = jnp.sqrt(sum((_squares(g, scale) for g in jax.tree.leaves(grads)), zero))
+    limit, scale = as_scalar("max_norm", max_norm), as_scalar("grad_scale", grad_scale)
+    _check_range("max_norm", max_norm)
+    one, total = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
+    for grad in jax.tree.leaves(grads):
+        dtype = dtype_of(grad)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+            grad = jnp.asarray(grad)
+            parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
+            for part in parts:
+                total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
+    norm = jnp.sqrt(total)
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
     factor = jnp.where(norm > limit, limit / norm, one)
     return Clip(scale * factor, norm, jnp.isfinite(norm))
-
-
-def _squares(grad: PyTree, scale: Array) -> Array:
-    """Returns the sum of the squares of a gradient; zero for other leaves."""
-    dtype = dtype_of(grad)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.zeros((), jnp.float32)
-    grad = jnp.asarray(grad)
-    parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
-    squares = [jnp.sum(jnp.square(part.astype(jnp.float32) * scale)) for part in parts]
-    return sum(squares[1:], squares[0])

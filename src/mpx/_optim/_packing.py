@@ -9,67 +9,69 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
 from mpx._jax._tree import dtype_of, shape_of
-from mpx._optim._options import Compression, StateFormat, master_codec, moment_codec
+from mpx._optim._options import Compression, StateFormat
 from mpx._optim._params import F32, PARAM_DTYPES
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
-from mpx._quant import (
-    Block,
+from mpx._quant._codecs import (
+    BitDelta,
+    Full,
     MasterCodec,
     MomentCodec,
-    Packed,
     Quantized,
-    count_words,
-    is_finite,
-    join,
-    random_bits,
-    split,
-    word_of,
-    words_of,
+    RoundedMaster,
+    SoftsignInt8,
+    SqrtUint8,
+    UlpFraction,
+    place,
 )
+from mpx._quant._rounding import Block, bits, from_bits, is_finite, random_bits
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
+_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 _LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
 
 
-class PackedLeaf(NamedTuple):
-    """A parameter and its state, as kernels get them; see `Packed`."""
+class Packed(NamedTuple):
+    """The state of one parameter, in at most two arrays.
 
-    param: PyTree
+    `codes` has the numbers per element: the code of each moment, or the moment itself if
+    it is not quantised, then the correction. An array `(planes, *shape)`; if all of them
+    are f32, a tuple with an array of the parameter's shape for each. `scales` has the
+    numbers per group, `(planes, *shape[:-1], groups)`; `None` without quantised moments.
+    """
+
     codes: PyTree
     scales: PyTree
 
-    @property
-    def packed(self) -> Packed:
-        """The state."""
-        return Packed(self.codes, self.scales)
+
+class PackedLeaf(NamedTuple):
+    """A parameter and its state, as kernels get them: a `Packed`, or `None` if frozen."""
+
+    param: PyTree
+    packed: PyTree
 
 
 class Unpacked(NamedTuple):
-    """The state of one parameter.
-
-    Attributes:
-        moments: A `Quantized` or an f32 array for each moment of the rule.
-        correction: The remainder of rounding the master weight, or `None`.
-    """
+    """The moments of one parameter, `Quantized` or in f32, and its correction, if any."""
 
     moments: tuple[PyTree, ...]
     correction: PyTree
 
     @property
-    def words(self) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
-        """The words of codes and of scales, one for each plane."""
+    def words(self) -> Packed:
+        """The words of codes and of scales, a tuple with one for each plane."""
         quantized = [x for x in self.moments if isinstance(x, Quantized)]
         codes = [x.codes for x in quantized] if quantized else [*self.moments]
         if self.correction is not None:
             codes.append(self.correction)
-        return split(codes), split([x.scale for x in quantized]) if quantized else None
+        scales = [x.scale for x in quantized]
+        return Packed(split(codes), split(scales) if scales else None)
 
     def pack(self) -> Packed:
         """Returns the state in at most two arrays."""
@@ -81,16 +83,17 @@ class Unpacked(NamedTuple):
         )
 
 
+def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
+    """Returns the codec of a moment."""
+    if not quantized:
+        return Full()
+    codec = SoftsignInt8 if name == "mu" else SqrtUint8
+    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
+
+
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How the state of one parameter is stored.
-
-    Attributes:
-        moments: The names of the moments.
-        format: The format of scales and corrections.
-        quantized: Whether the moments have 8 bits.
-        correction: The dtype of the correction, or `None`.
-    """
+    """How the state of one parameter is stored; `correction` is a dtype, or `None`."""
 
     moments: tuple[str, ...]
     format: StateFormat
@@ -99,29 +102,28 @@ class Packing:
 
     @classmethod
     def read(
-        cls, packed: Packed, moments: tuple[str, ...], format: StateFormat
+        cls, packed: PyTree, moments: tuple[str, ...], format: StateFormat
     ) -> "Packing":
         """Reads the packing off a state; whether the state fits it is checked elsewhere."""
-        quantized = packed.scales is not None
-        correction = None
-        if not isinstance(packed.codes, tuple | None):
-            size = getattr(dtype_of(packed.codes), "itemsize", 0)
-            if quantized:
-                planes, *_ = shape_of(packed.codes) or (0,)
-                size = planes - len(moments)
-            correction = {1: INT8, 2: INT16}.get(size)
-        return cls(moments, format, quantized, correction)
+        codes, scales = packed if isinstance(packed, Packed) else (None, None)
+        size = getattr(dtype_of(codes), "itemsize", 0)
+        if scales is not None:
+            size = (shape_of(codes) or (0,))[0] - len(moments)
+        correction = {1: INT8, 2: INT16}.get(size)
+        return cls(moments, format, scales is not None, correction)
 
     @property
-    def codecs(self) -> tuple[MomentCodec, ...]:
+    def codecs(self) -> list[MomentCodec]:
         """The codec of each moment."""
-        return tuple(
-            moment_codec(name, self.quantized, self.format) for name in self.moments
-        )
+        return [moment_codec(x, self.quantized, self.format) for x in self.moments]
 
     def master(self, dtype: DTypeLike) -> MasterCodec:
         """Returns the codec of the weights of parameters of `dtype`."""
-        return master_codec(dtype, self.correction, self.format)
+        if self.correction is None:
+            return RoundedMaster()
+        is_bf16 = np.dtype(dtype) == np.dtype(jnp.bfloat16)
+        codec = BitDelta if is_bf16 and self.format == "mpx" else UlpFraction
+        return codec(self.correction)
 
     @property
     def elements(self) -> tuple[np.dtype, ...]:
@@ -136,44 +138,40 @@ class Packing:
 
     def zeros(self, param: PyTree, group_size: int) -> Packed:
         """Returns a state of zeros, sharded like the parameter."""
-
-        def planes(dtypes: tuple[np.dtype, ...], group: int | None = None) -> PyTree:
-            word, count = word_of(dtypes), count_words(dtypes)
-            return zeros_alike(param, word, group=group, planes=count)
-
         if all(dtype == F32 for dtype in self.elements):
             # Arrays of their own: plain JAX would need a second pass to write planes.
             return Packed(tuple(zeros_alike(param, F32) for _ in self.elements), None)
-        scales = planes(self.scales, group_size) if self.scales else None
-        return Packed(planes(self.elements), scales)
+        planes = [
+            zeros_alike(param, word_of(dtypes), group=group, planes=count_words(dtypes))
+            for dtypes, group in ((self.elements, None), (self.scales, group_size))
+            if dtypes
+        ]
+        return Packed(planes[0], planes[1] if self.scales else None)
 
-    def unpack(self, codes: Sequence[Array], scales: Sequence[Array]) -> Unpacked:
-        """Returns moments and correction, given the words of each plane."""
+    def unpack(self, words: Packed) -> Unpacked:
+        """Returns moments and correction, given a tuple with the words of each plane."""
+        codes, scales = words.codes, words.scales or ()
         return self._named(join(codes, self.elements), join(scales, self.scales))
 
     def _named(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Unpacked:
-        moments = numbers[: len(self.moments)]
+        moments = tuple(numbers[: len(self.moments)])
         if scales:
-            moments = [Quantized(*pair) for pair in zip(moments, scales, strict=True)]
-        return Unpacked(
-            tuple(moments), None if self.correction is None else numbers[-1]
-        )
+            moments = tuple(map(Quantized, moments, scales))
+        return Unpacked(moments, None if self.correction is None else numbers[-1])
 
     def view(self, packed: Packed) -> Unpacked:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
         codes, scales = _planes(packed.codes), _planes(packed.scales)
-        expected = [
-            count_words(dtypes) if dtypes else 0
-            for dtypes in (self.elements, self.scales)
-        ]
-        if [len(codes), len(scales)] != expected:
+        given = [len(codes), len(scales)]
+        expected = [count_words(dtypes) for dtypes in (self.elements, self.scales)]
+        if given != expected:
             raise ValueError(
-                f"Expected {expected[0]} planes of codes and {expected[1]} of scales along "
-                f"the first axis, but there are {len(codes)} and {len(scales)}. In a "
-                "function that `jax.vmap` maps over states, read them inside."
+                f"Expected {expected} planes of codes and of scales along the first axis, "
+                f"but there are {given}. In a function that `jax.vmap` maps over states, "
+                "read them inside."
             )
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
-            return self.unpack(codes, scales)
+            return self.unpack(Packed(codes, scales))
 
         def struct(like: jax.ShapeDtypeStruct, dtype: np.dtype) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
@@ -183,19 +181,9 @@ class Packing:
             [struct(scales[0], dtype) for dtype in self.scales],
         )
 
-    def with_correction(self, packed: Packed, correction: Array | None) -> Packed:
-        """Returns a state with another correction of the same dtype."""
-        assert correction is not None
-        codes = jnp.asarray(packed.codes)
-        words = words_of(correction, codes.dtype)
-        for index, word in enumerate(words, start=len(codes) - len(words)):
-            word = sharded_as(word, codes[index])
-            codes = lax.dynamic_update_index_in_dim(codes, word, index, 0)
-        return packed._replace(codes=codes)
-
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
-    """Returns the planes of an array, or of what is a tuple already."""
+    """Returns the planes of an array; a tuple consists of them already."""
     if x is None or isinstance(x, tuple):
         return x or ()
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -206,11 +194,6 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
     return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
 
 
-def is_missing(codes: object) -> bool:
-    """Returns whether a parameter has no state: if it is frozen, or `optax.masked`."""
-    return codes is None or isinstance(codes, optax.MaskedNode)
-
-
 # --- the step -------------------------------------------------------------------------
 
 
@@ -218,13 +201,7 @@ def is_missing(codes: object) -> bool:
 class LeafStep:
     """The step of a leaf: unpack, decode, update in f32, encode, pack.
 
-    Static; equal ones compile once.
-
-    Attributes:
-        rule: The update rule.
-        packing: How the state is stored.
-        group_size: Elements that share a scale; 0 if no moment is quantised.
-        dithers: Whether moments and weights are rounded with a `Dither`.
+    `group_size` elements share a scale; it is 0 if no moment is quantised.
     """
 
     rule: Rule
@@ -241,29 +218,26 @@ class LeafStep:
         coefficients of the rule.
         """
         grad_scale, for_moments, for_masters, *coefficients = scalars
+        if not self.dithers:
+            for_moments = for_masters = None
         dtype, codecs = leaf.param.dtype, self.packing.codecs
         master = self.packing.master(dtype)
-        old = self.packing.unpack(leaf.codes, leaf.scales or ())
+        old = self.packing.unpack(leaf.packed)
         weight = master.decode(leaf.param, old.correction, block)
-        moments = tuple(
-            codec.decode(stored, block)
-            for codec, stored in zip(codecs, old.moments, strict=True)
-        )
+        pairs = zip(codecs, old.moments, strict=True)
+        moments = tuple(codec.decode(stored, block) for codec, stored in pairs)
         grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
         scaled = grad.astype(weight.dtype) * grad_scale
-        given = Given(tuple(coefficients), scaled, weight, block)
+        given = tuple(coefficients), scaled, weight, block
         weight, moments = self._update(given, moments, dtype)
         # For `finite` to skip; it must be seen if nobody looks.
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
-        param, correction = master.encode(
-            weight, dtype, block, for_masters if self.dithers else None
-        )
-        dither = for_moments if self.dithers else None
+        param, correction = master.encode(weight, dtype, block, for_masters)
         stored = tuple(
-            codec.encode(moment, block, dither, is_safe=True)
+            codec.encode(moment, block, for_moments, is_safe=True)
             for codec, moment in zip(codecs, moments, strict=True)
         )
-        return PackedLeaf(param, *Unpacked(stored, correction).words)
+        return PackedLeaf(param, Unpacked(stored, correction).words)
 
     def _update(
         self, given: Given, moments: Moments, dtype: np.dtype
@@ -271,10 +245,10 @@ class LeafStep:
         """Returns weights and moments after a step, the old ones where it would overflow.
 
         The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
-        its weight would never move again. Each element is decided by itself, in registers:
-        to skip the whole step, a kernel would have to read all gradients twice.
+        its weight would never move again. To skip the whole step, a kernel would have to
+        read all gradients twice.
         """
-        weight = given.weight
+        _, _, weight, _ = given
         new = self.rule.average(given, moments)
         # If any moment is too large, the last one is.
         fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]
@@ -318,8 +292,8 @@ def encode_moment(
 
 def first_state(
     name: str, param: PyTree, moments: tuple[str, ...], compression: Compression
-) -> tuple[Packed, np.dtype | None]:
-    """Returns the state of a parameter before the first step, and its correction's dtype.
+) -> Packed:
+    """Returns the state of a parameter before the first step.
 
     With `Compression.jitter`, each master weight lies at a pseudo-random place in its
     rounding interval, which depends on the path of the parameter.
@@ -332,15 +306,20 @@ def first_state(
     if correction is not None and compression.jitter and not is_struct:
         seed = np.uint32(zlib.crc32(name.encode()))
         packed = _place(jnp.asarray(param), packed, seed, packing=packing)
-    return packed, correction
+    return packed
 
 
 # Under jit, so that nothing but the state is written to memory.
 @functools.partial(jax.jit, static_argnames="packing", donate_argnums=1)
 def _place(param: Array, packed: Packed, seed: Array, *, packing: Packing) -> Packed:
     codec: PyTree = packing.master(param.dtype)
-    correction = codec.place(param, random_bits(param.shape, seed))
-    return packing.with_correction(packed, correction)
+    random = sharded_as(random_bits(param.shape, seed), param)
+    return _with_correction(packed, packing, place(codec, param, random))
+
+
+def _with_correction(packed: Packed, packing: Packing, correction: PyTree) -> Packed:
+    old = packing.view(packed)
+    return old._replace(correction=sharded_as(correction, old.correction)).pack()
 
 
 def put_master(weight: PyTree, leaf: PackedLeaf, packing: Packing) -> PackedLeaf:
@@ -359,4 +338,61 @@ def _put(
     weight: Array, packed: Packed, *, packing: Packing, dtype: np.dtype
 ) -> PackedLeaf:
     param, correction = packing.master(dtype).encode(weight.astype(F32), dtype, Block())
-    return PackedLeaf(param, *packing.with_correction(packed, correction))
+    return PackedLeaf(param, _with_correction(packed, packing, correction))
+
+
+# --- planes ---------------------------------------------------------------------------
+# Several arrays of one shape in a single array, whose first axis counts words of equal
+# size. The host pays for every array in every call of a jitted step, so a state in fewer
+# arrays is dispatched faster. Planes keep each kind of number contiguous, and the other
+# axes are sharded like those of a parameter.
+
+
+def word_of(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """Returns the dtype of the words: the common dtype, or unsigned of the least width."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    return _UNSIGNED[min((dtype.itemsize for dtype in dtypes), default=1)]
+
+
+def count_words(dtypes: Sequence[np.dtype]) -> int:
+    """Returns how many words numbers of these dtypes take together."""
+    return sum(dtype.itemsize for dtype in dtypes) // word_of(dtypes).itemsize
+
+
+def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """Returns the words of arrays, one after the other, high words first."""
+    word = word_of([np.dtype(x.dtype) for x in arrays])
+    width, words = 8 * word.itemsize, []
+    for x in arrays:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        if x.dtype.itemsize == word.itemsize:
+            cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
+            words.append(x if x.dtype == word else cast(x, word))
+            continue
+        pattern = bits(x) if is_float else x.astype(jnp.int32)
+        for shift in reversed(range(0, 8 * x.dtype.itemsize, width)):
+            words.append(((pattern >> shift) & (2**width - 1)).astype(word))
+    return tuple(words)
+
+
+def join(words: Sequence[Array], dtypes: Sequence[np.dtype]) -> tuple[Array, ...]:
+    """Returns the arrays of these dtypes whose words `split` gave."""
+    rest, size = iter(words), word_of(dtypes).itemsize
+    return tuple(
+        _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
+        for dtype in dtypes
+    )
+
+
+def _joined(words: Sequence[Array], dtype: np.dtype) -> Array:
+    first, *others = words
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if not others:
+        cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
+        return first if first.dtype == dtype else cast(first, dtype)
+    total = first.astype(jnp.uint32)
+    for word in others:
+        total = (total << np.uint32(8 * word.dtype.itemsize)) | word.astype(jnp.uint32)
+    pattern = lax.bitcast_convert_type(total, jnp.int32)
+    return from_bits(pattern) if is_float else pattern.astype(dtype)

@@ -25,7 +25,6 @@ from mpx._jax._tree import (
     path_name,
     shape_of,
 )
-from mpx._quant import Packed
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 """Which parameters decay: a tree of booleans, or a function of the parameters."""
@@ -38,12 +37,8 @@ PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 class FlatParams(NamedTuple):
     """A tree of parameters, flattened; `None` counts as a leaf.
 
-    Attributes:
-        names: The path of each leaf.
-        leaves: The leaves.
-        treedef: The structure of the parameters.
-        bare: That structure without NNX variables, which is that of the state. With them
-            one variable would hold both codes and scales, which NNX would separate.
+    `bare` is the structure without NNX variables, which is that of the state: one variable
+    would hold both codes and scales, which NNX would separate.
     """
 
     names: Sequence[str]
@@ -59,8 +54,9 @@ class FlatParams(NamedTuple):
         try:
             return self.bare.flatten_up_to(tree)
         except ValueError as error:
+            # The state of a parameter is a `Packed`.
             flat, _ = jax.tree_util.tree_flatten_with_path(
-                tree, is_leaf=lambda x: x is None or isinstance(x, Packed)
+                tree, is_leaf=lambda x: x is None or hasattr(x, "codes")
             )
             theirs = [path_name(path) for path, _ in flat]
             missing = [name for name in self.names if name not in theirs][:3]

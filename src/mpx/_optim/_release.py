@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -29,8 +30,7 @@ from mpx._jax._compat import (
     varying_axes,
 )
 from mpx._jax._tree import as_flag
-from mpx._optim._core import Step
-from mpx._optim._optimizers import FlashOptimizer, core_of
+from mpx._optim._optimizers import FlashOptimizer, Step, core_of
 from mpx._optim._params import flatten_params
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
@@ -48,11 +48,10 @@ class Released(NamedTuple):
     Attributes:
         value: The loss.
         aux: The auxiliary output of the function; `None` without `has_aux`.
-        params: The parameters after the step, in their own dtypes.
+        params: The parameters after the step.
         state: The state after the step.
-        finite: Whether the loss and all gradients were finite; `None` unless
-            `skip_nonfinite`.
-        grad_norm: The norm of all gradients before `grad_scale`, f32; `None` unless
+        finite: Whether loss and gradients were finite; `None` without `skip_nonfinite`.
+        grad_norm: The norm of all gradients before `grad_scale`; `None` without
             `with_norm`.
     """
 
@@ -84,11 +83,10 @@ def release(
         optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
-            gradient is not finite, and the whole step if the loss is not. Layers whose
-            gradients are finite have stepped by the time another one turns out not to be:
-            to skip them, too, all gradients would have to be kept, and `release` is there
-            to avoid that. The step counts if anything stepped. Without it, an inf or nan
-            reaches the weights.
+            gradient is not finite, and the whole step if the loss is not. Layers with
+            finite gradients step all the same: by the time another gradient turns out
+            not to be finite, they have stepped. The step counts if anything stepped.
+            Without it, an inf or nan reaches the weights.
         with_norm: Whether to compute the norm of the gradients. It is known only after
             the step, so it can clip the next one.
 
@@ -143,7 +141,11 @@ def release(
         plan = Step(core, flat, state, grad_scale)
         found = ((index, plan.job(index)) for index in range(len(flat.leaves)))
         jobs = {index: job for index, job in found if job is not None}
-        watched = _Watched.make(skip_nonfinite, with_norm)
+        values = (True, True, False) if skip_nonfinite else ()
+        watched = _Watched(
+            tuple(jax.new_ref(jnp.array(x)) for x in values),
+            jax.new_ref(jnp.zeros((), jnp.float32)) if with_norm else None,
+        )
 
         def traced(weights: list[Array]) -> tuple[Array, PyTree]:
             leaves = list(flat.leaves)
@@ -157,7 +159,7 @@ def release(
         sites = [_ParamRefs(job, core.backend, flag, watched) for job in jobs.values()]
 
         def loss(origin: Array) -> tuple[Array, list[Array]]:
-            taps = [_Tap(functools.partial(_read, site, origin)) for site in sites]
+            taps = [_Tap(functools.partial(site.read, origin)) for site in sites]
             # JAX cannot read a layer of a reference with an explicit sharding.
             pairs = zip(sites, taps, strict=True)
             given = [tap.read() if site.is_explicit else tap for site, tap in pairs]
@@ -172,18 +174,12 @@ def release(
             backward(jnp.ones_like(value))
         all_finite, norm, counts = watched.results()
         flag = _both(flag, counts)
-        new = list(plan.leaves)
+        stepped = {}
         for index, site in zip(jobs, sites, strict=True):
             site.finish(flag)
-            new[index] = jax.tree.map(jax.freeze, site.refs)
-        return Released(
-            value,
-            jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None,
-            flat.treedef.unflatten([leaf.param for leaf in new]),
-            plan.state_after(new, flag),
-            all_finite,
-            norm,
-        )
+            stepped[index] = jax.tree.map(jax.freeze, site.refs)
+        aux = jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None
+        return Released(value, aux, *plan.result(stepped, flag), all_finite, norm)
 
     released: Any = step
     released.mpx_released = func, optimizer  # `mpx.inspect.memory` asks for it
@@ -191,35 +187,20 @@ def release(
 
 
 class _Watched(NamedTuple):
-    """Facts about loss and gradients, collected in references; `None` if not asked for.
+    """Facts about loss and gradients, collected in references.
 
-    Attributes:
-        loss_finite: Whether the loss is finite.
-        all_finite: Whether everything seen so far is.
-        any_finite: Whether any gradient was that may step.
-        squares: The sum of the squares of all gradients.
+    `flags` are whether the loss is finite, whether everything seen so far is, and whether
+    any gradient is that may step; empty if not asked for.
     """
 
-    loss_finite: Ref | None = None
-    all_finite: Ref | None = None
-    any_finite: Ref | None = None
+    flags: tuple[Ref, ...] = ()
     squares: Ref | None = None
 
-    @classmethod
-    def make(cls, finite: bool, squares: bool) -> "_Watched":
-        return cls(
-            jax.new_ref(jnp.ones((), bool)) if finite else None,
-            jax.new_ref(jnp.ones((), bool)) if finite else None,
-            jax.new_ref(jnp.zeros((), bool)) if finite else None,
-            jax.new_ref(jnp.zeros((), jnp.float32)) if squares else None,
-        )
-
-    def see_loss(self, loss: Array) -> None:
+    def see_loss(self, value: Array) -> None:
         """Records the loss, before any gradient is known."""
-        if self.loss_finite is not None and self.all_finite is not None:
-            finite = together(jnp.isfinite(loss), self.loss_finite[...])
-            self.loss_finite[...] = finite
-            self.all_finite[...] = finite
+        if self.flags:
+            loss, every, _ = self.flags
+            loss[...] = every[...] = together(jnp.isfinite(value), loss[...])
 
     def see(self, grad: Array) -> Array | None:
         """Records a gradient; returns whether it may step, if that was asked for."""
@@ -229,25 +210,22 @@ class _Watched(NamedTuple):
             # Devices may have shards of the parameter.
             axes = tuple(sorted(varying_axes(jax.typeof(squares))))
             self.squares[...] += lax.psum(squares, axes) if axes else squares
-        if self.loss_finite is None or self.all_finite is None:
+        if not self.flags:
             return None
-        loss_finite = self.loss_finite[...]
-        finite = together(jnp.all(jnp.isfinite(grad)), loss_finite) & loss_finite
-        self.all_finite[...] &= finite
-        if grad.size and self.any_finite is not None:
-            self.any_finite[...] |= finite
+        loss, every, some = self.flags
+        finite = together(jnp.all(jnp.isfinite(grad)), loss[...]) & loss[...]
+        every[...] &= finite
+        if grad.size:
+            some[...] |= finite
         return finite
 
     def results(self) -> tuple[Array | None, Array | None, Array | None]:
-        """Returns whether all were finite, their norm, and whether the step counts.
-
-        It does unless the loss was not finite, or there were gradients and none was: then
-        nothing stepped.
-        """
-        _, every, some, squares = (None if x is None else jax.freeze(x) for x in self)
-        norm = None if squares is None else jnp.sqrt(squares)
-        counts = None if every is None or some is None else every | some
-        return every, norm, counts
+        """Returns whether all were finite, their norm, and whether the step counts."""
+        norm = None if self.squares is None else jnp.sqrt(jax.freeze(self.squares))
+        if not self.flags:
+            return None, norm, None
+        _, every, some = map(jax.freeze, self.flags)
+        return every, norm, every | some
 
 
 def _both(one: Array | None, two: Array | None) -> Array | None:
@@ -255,16 +233,6 @@ def _both(one: Array | None, two: Array | None) -> Array | None:
     if one is None or two is None:
         return two if one is None else one
     return one & two
-
-
-class _Operands(NamedTuple):
-    """Everything that a step in the backward pass reads, beside the gradient."""
-
-    refs: PyTree
-    scalars: Array
-    layer: Array | None
-    finite: Array | None
-    watched: _Watched
 
 
 class _ParamRefs:
@@ -283,13 +251,17 @@ class _ParamRefs:
         self.is_explicit = has_explicit_axes(jax.typeof(job.leaf.param).sharding.mesh)
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
-    def operands(self, layer: Array | None) -> _Operands:
-        """Returns the arrays and references that the step of a layer needs."""
-        scalars = self._job.scalars
-        return _Operands(self.refs, scalars, layer, self._finite, self._watched)
+    def read(self, origin: Array, layer: Array | None) -> Array:
+        """Reads a parameter, or one layer of it. The cotangent of what was read steps it.
 
-    def step(self, grad: Array, operands: _Operands) -> None:
-        """Steps the parameter, or one layer of it."""
+        `origin` is the number by which the loss is differentiated. Its gradient is zero.
+        """
+        x = self.refs.param[... if layer is None else layer]
+        operands = self.refs, self._job.scalars, layer, self._finite, self._watched
+        return _tapped(self, x, origin, operands)
+
+    def step(self, grad: Array, operands: PyTree) -> None:
+        """Steps the parameter, or one layer of it, given all that a step reads."""
         self._stepped = True
         refs, scalars, layer, finite, watched = operands
         finite = _both(finite, watched.see(grad))
@@ -306,27 +278,18 @@ class _ParamRefs:
         """Steps with a gradient of zero if the loss does not depend on the parameter."""
         if not self._stepped:
             zeros = jnp.zeros(self.refs.param.shape, self.refs.param.dtype)
-            unwatched = self.operands(None)._replace(finite=finite, watched=_Watched())
-            self.step(zeros, unwatched)
-
-
-def _read(site: _ParamRefs, origin: Array, layer: Array | None) -> Array:
-    """Reads a parameter, or one layer of it. The cotangent of what was read steps it.
-
-    `origin` is the number by which the loss is differentiated. Its gradient is zero.
-    """
-    x = site.refs.param[... if layer is None else layer]
-    return _tapped(site, x, origin, site.operands(layer))
+            operands = self.refs, self._job.scalars, None, finite, _Watched()
+            self.step(zeros, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: _Operands) -> Array:
+def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: PyTree) -> Array:
     """Returns `x`, a parameter or a layer of it."""
     del site, origin, operands
     return x
 
 
-def _backward(site: _ParamRefs, operands: _Operands, grad: Array) -> PyTree:
+def _backward(site: _ParamRefs, operands: PyTree, grad: Array) -> PyTree:
     site.step(grad, operands)
     return None, jnp.zeros(()), None
 
@@ -337,20 +300,15 @@ _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 # --- parameters that are read late ------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Tap:
-    """A parameter, or one layer of it, that has not been read yet.
+class _Tap(eqx.Module):
+    """A parameter, or one layer of it, that has not been read yet, and casts of it.
 
-    Attributes:
-        get: Returns the value, given the index of the layer, or `None`. It is called once,
-            or once for each layer.
-        layer: The index of the layer along the first axis; `None` for all.
-        casts: Dtypes to cast to, one after the other.
+    `get` takes the index of the layer, or `None`; it is called once for each.
     """
 
-    get: Callable[[Array | None], Array]
+    get: Callable[[Array | None], Array] = eqx.field(static=True)
     layer: Array | None = None
-    casts: tuple[DTypeLike, ...] = ()
+    casts: tuple[DTypeLike, ...] = eqx.field(static=True, default=())
 
     def read(self) -> Array:
         """Returns its value."""
@@ -360,11 +318,7 @@ class _Tap:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Taps(Visitor):
-    """Hands taps on to the equations that can read them themselves.
-
-    Attributes:
-        in_loop: Whether the equations belong to the body of a scan.
-    """
+    """Hands taps on to the equations that can read them; `in_loop` in a scan's body."""
 
     in_loop: bool = False
 
@@ -381,8 +335,7 @@ class _Taps(Visitor):
     def can_wait(self, jaxpr: Jaxpr, var: Any) -> bool:
         """Returns whether a parameter is used once, by an equation that can read it itself.
 
-        One that is used more often is read before, once: its gradient is the sum over all
-        uses, and known only after the last of them.
+        The gradient of others is a sum over all uses, known after the last of them.
         """
 
         def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
@@ -416,22 +369,20 @@ class _Taps(Visitor):
         if name == "jit":
             return self.body(jaxpr, consts, values), unknown
         # Read inside, so that what was read is not kept for the backward pass.
-        arrays, merge = _split(values)
-        body = lambda *arrays: self.body(jaxpr, consts, merge(arrays))  # noqa: E731
-        return remat_with(eqn, body, arrays), unknown
+        body = lambda *values: self.body(jaxpr, consts, values)  # noqa: E731
+        return remat_with(eqn, body, values), unknown
 
     def _scan(self, eqn: Equation, values: Values) -> Values:
         jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
         n_consts, n_carry = scan_sizes(eqn.params)
         shared, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
-        arrays, merge = _split(values[n_consts + n_carry :])
         inner = _Taps(in_loop=True)
 
         def step(carry: Values, x: PyTree) -> tuple[Values, Values]:
-            index, arrays = x
+            index, xs = x
             xs = [
                 dataclasses.replace(x, layer=index) if isinstance(x, _Tap) else x
-                for x in merge(arrays)
+                for x in xs
             ]
             outs = inner.body(jaxpr, consts, [*shared, *carry, *xs])
             return outs[:n_carry], outs[n_carry:]
@@ -443,15 +394,4 @@ class _Taps(Visitor):
             policy = jax.checkpoint_policies.everything_saveable
             step = jax.checkpoint(step, policy=policy, prevent_cse=False)
         index = jnp.arange(eqn.params["length"], dtype=jnp.int32)
-        return scan_with(eqn, step, carry, (index, arrays))
-
-
-def _split(values: Values) -> tuple[Values, Callable[[Sequence[PyTree]], Values]]:
-    """Returns the values that are not taps, and what puts the taps back among others."""
-    arrays = [x for x in values if not isinstance(x, _Tap)]
-
-    def merge(arrays: Sequence[PyTree]) -> Values:
-        rest = iter(arrays)
-        return [x if isinstance(x, _Tap) else next(rest) for x in values]
-
-    return arrays, merge
+        return scan_with(eqn, step, carry, (index, values[n_consts + n_carry :]))

@@ -3,57 +3,41 @@
 import dataclasses
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Int, PyTree
 
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import check_shape, dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
-from mpx._optim._packing import (
-    INT8,
-    PackedLeaf,
-    Packing,
-    Unpacked,
-    is_missing,
-    put_master,
-)
+from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, Unpacked, put_master
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._update_rules import Rule
-from mpx._quant import Block, Packed
+from mpx._quant._rounding import Block
 
-Pairs = Iterable[tuple[PyTree, np.dtype | None]]
-"""Each parameter with the dtype of its correction, or with `None`."""
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
 
 class FlashState(eqx.Module):
     """The state of a compressed optimizer: a pytree that any checkpointer can save.
 
-    `packed` has the structure of the parameters, and at most two arrays for each, since
-    every array costs time whenever a step is dispatched. Their last axes are those of the
-    parameter, and those of its groups, `shape[:-1] + (groups,)`: each can be sharded like
-    the parameter. For parameters that are `ShapeDtypeStruct`s, every leaf is one.
-
-    `mu`, `nu` and `correction` read what is packed. They, too, have the structure of the
-    parameters, with `None` for frozen ones:
-
-    - `mu`: First moments: `Quantized` (int8 codes) or f32.
-    - `nu`: Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none.
-    - `correction`: int8 or int16, the bits that 16-bit parameters lack, or `None`.
+    `mu`, `nu` and `correction` read what is packed, in the structure of the parameters.
 
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
-        packed: For each parameter a `Packed`, or `None` if it is frozen. `codes` holds the
-            codes of the moments and the bytes of the correction as planes,
+        packed: For each parameter a `Packed`, or `None` if it is frozen: at most two
+            arrays, since every array costs time whenever a step is dispatched. `codes`
+            holds the codes of the moments and the bytes of the correction as planes,
             `(planes, *shape)` of uint8, `scales` the 16-bit words of their scales,
-            `(planes, *shape[:-1], groups)` of uint16. Moments that are not quantised are
-            f32 arrays in `codes`, or words of the width of the correction beside it.
+            `(planes, *shape[:-1], groups)` of uint16: both can be sharded like the
+            parameter. Moments that are not quantised are f32 arrays in `codes`, or words
+            of the width of the correction beside it.
         layout: A zero under a name such as `adam-mpx-planes-12x24-25x32-1f0c93aa`, which
             tells the kind of rule, the format, and the dtypes of parameters and
             corrections.
@@ -73,17 +57,17 @@ class FlashState(eqx.Module):
 
     @property
     def mu(self) -> PyTree:
-        """First moments."""
+        """First moments: `Quantized` (int8 codes) or f32; `None` if the rule has none."""
         return self._moment("mu")
 
     @property
     def nu(self) -> PyTree:
-        """Second moments."""
+        """Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none."""
         return self._moment("nu")
 
     @property
     def correction(self) -> PyTree:
-        """The bits that 16-bit parameters lack."""
+        """The bits that 16-bit parameters lack, int8 or int16; `None` for others."""
         return self._view(lambda leaf: leaf.correction)
 
     def _moment(self, name: str) -> PyTree:
@@ -107,101 +91,93 @@ def register_with_flax() -> None:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
-    # The layout first: its name says what is wrong.
-    names = ("count", "layout", "packed")
+
+    def fields(state: FlashState) -> dict[str, PyTree]:
+        # The layout before the arrays: its name says what is wrong.
+        return {name: getattr(state, name) for name in ("count", "layout", "packed")}
 
     def save(state: FlashState) -> dict[str, PyTree]:
-        to_dict = serialization.to_state_dict
-        return {name: to_dict(getattr(state, name)) for name in names}
+        return serialization.to_state_dict(fields(state))
 
     def restore(state: FlashState, saved: dict[str, PyTree]) -> FlashState:
-        from_dict = serialization.from_state_dict
-        if {*names} - {*saved}:
-            raise ValueError(
-                f"The saved state has {sorted(saved)}, but that of a compressed optimizer "
-                f"has {sorted(names)}."
-            )
-        fields = {n: from_dict(getattr(state, n), saved[n], name=n) for n in names}
-        fields["count"] = jnp.asarray(fields["count"])
-        return dataclasses.replace(state, **fields)
+        new = serialization.from_state_dict(fields(state), saved)
+        return dataclasses.replace(state, **new | {"count": jnp.asarray(new["count"])})
 
     serialization.register_serialization_state(FlashState, save, restore, override=True)
+
+
+def make_state(
+    kind: str,
+    format: StateFormat,
+    moments: tuple[str, ...],
+    leaves: Sequence[PackedLeaf],
+    treedef: PyTree,
+) -> FlashState:
+    """Returns a state without any step, given each parameter with what is packed.
+
+    Without parameters, as for the placeholder of `optax.tree_map_params`, the layout has
+    no name.
+    """
+    params, packed = [x.param for x in leaves], [x.packed for x in leaves]
+    packings = [Packing.read(x, moments, format) for x in packed]
+    zero: PyTree = zero_beside(params, jnp.int8)
+    return FlashState(
+        count=zero_beside(params, jnp.int32),
+        packed=treedef.unflatten(packed),
+        layout={_layout_name(kind, format, params, packings): zero} if params else zero,
+        format=format,
+        moments=moments,
+    )
 
 
 def leaves_of(
     flat: FlatParams, state: FlashState
 ) -> tuple[list[PackedLeaf], list[Packing]]:
-    """Returns each parameter with its state, and how that is packed."""
-    found = flat.like(state.packed, "The optimizer state")
-    # Where there is no state, `codes` is what stands in its place.
-    packed = [x if isinstance(x, Packed) else Packed(x, None) for x in found]
+    """Returns each parameter with its state, and how that is packed.
+
+    Raises if dtypes of parameters or corrections are not those that the layout names.
+    """
+    packed = flat.like(state.packed, "The optimizer state")
     packings = [Packing.read(x, state.moments, state.format) for x in packed]
-    corrections = (packing.correction for packing in packings)
-    check_layout(state.layout, zip(flat.leaves, corrections, strict=True))
-    pairs = zip(flat.leaves, packed, strict=True)
-    return [PackedLeaf(param, *x) for param, x in pairs], packings
+    name = _name_of(state)
+    pairs = zip(flat.leaves, packings, strict=True)
+    # Corrections beside f32 parameters are refused by `check_packed`.
+    is_known = not any(x.correction and dtype_of(param) == F32 for param, x in pairs)
+    if name is not None and is_known:
+        kind, format, *_ = name.split("-")
+        found = _layout_name(kind, format, flat.leaves, packings)
+        if found != name:
+            raise ValueError(
+                f"The state was made as `{name}`, but it holds, or is used with parameters "
+                f"of, `{found}`: dtypes were cast, so that the corrections mean something "
+                "else. Restore with a template from `init(params)` of the optimizer that "
+                "saved it. To change dtypes or `master_bits` take `master_params`, then "
+                "`init` and `from_master`."
+            )
+    return list(map(PackedLeaf, flat.leaves, packed)), packings
 
 
-def packed_tree(flat: FlatParams, leaves: Sequence[PackedLeaf]) -> PyTree:
-    """Returns `FlashState.packed`."""
-    return flat.bare.unflatten(
-        leaf.codes if is_missing(leaf.codes) else leaf.packed for leaf in leaves
-    )
-
-
-# --- layout ---------------------------------------------------------------------------
 # The layout is the name of a scalar in the state, and with that a part of the tree's
 # structure. So a checkpointer refuses to restore a state into a different one, where it
 # would silently cast int8 corrections to int16; and a step compares it while tracing.
-
-
-def make_layout(kind: str, format: str, pairs: Pairs) -> PyTree:
-    """Returns a dict of one scalar under the name of a layout.
-
-    Without parameters, as for the placeholder of `optax.tree_map_params`, it is only the
-    scalar.
-    """
-    pairs = list(pairs)
-    zero = zero_beside((param for param, _ in pairs), jnp.int8)
-    return {_layout_name(kind, format, pairs): zero} if pairs else zero
-
-
-def _name_of(layout: PyTree) -> str | None:
-    """Returns the name of a layout; `None` if the state has no parameters."""
-    return next(iter(layout)) if isinstance(layout, dict) and layout else None
-
-
-def check_layout(layout: PyTree, pairs: Pairs) -> None:
-    """Raises if parameters or corrections are not those that the layout names."""
-    name = _name_of(layout)
-    # Corrections beside f32 parameters are refused elsewhere.
-    pairs = [pair for pair in pairs if pair[1] is not None]
-    if name is None or any(dtype_of(param) == F32 for param, _ in pairs):
-        return
-    kind, format, *_ = name.split("-")
-    found = _layout_name(kind, format, pairs)
-    if found != name:
-        raise ValueError(
-            f"The state was made as `{name}`, but it holds, or is used with parameters "
-            f"of, `{found}`: dtypes were cast, so that the corrections mean something "
-            "else. Restore with a template from `init(params)` of the optimizer that saved "
-            "it. To change dtypes or `master_bits` take `master_params`, then `init` and "
-            "`from_master`."
-        )
-
-
-def _layout_name(kind: str, format: str, pairs: Pairs) -> str:
+def _layout_name(
+    kind: str, format: str, params: Sequence[PyTree], packings: Sequence[Packing]
+) -> str:
     """Names a layout, in letters that are safe in file names."""
     dtypes = [
-        (np.dtype(dtype_of(param)), correction)
-        for param, correction in pairs
-        if correction is not None
+        (np.dtype(dtype_of(param)), packing.correction)
+        for param, packing in zip(params, packings, strict=True)
+        if packing.correction is not None
     ]
     small = sum(correction == INT8 for _, correction in dtypes)
     text = " ".join(f"{param}:{correction}" for param, correction in dtypes)
-    checksum = zlib.crc32(text.encode())
-    large = len(dtypes) - small
+    checksum, large = zlib.crc32(text.encode()), len(dtypes) - small
     return f"{kind}-{format}-planes-{small}x24-{large}x32-{checksum:08x}"
+
+
+def _name_of(state: FlashState) -> str | None:
+    """Returns the name of the layout; `None` if the state has no parameters."""
+    return next(iter(state.layout), None) if isinstance(state.layout, dict) else None
 
 
 # --- checks ---------------------------------------------------------------------------
@@ -215,20 +191,21 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
             f"its last step; got {type(state).__name__}. In a larger optax state it is "
             "one of the members."
         )
-    kind, *_ = (_name_of(state.layout) or rule.kind).split("-")
-    made = kind, state.format, state.moments
-    needed = rule.kind, compression.format, rule.moments
+    kind, *_ = (_name_of(state) or rule.kind).split("-")
+    made, needed = (
+        f"of the kind {kind!r}, in the format {format!r}, with "
+        + (" and ".join(moments) or "no moments")
+        for kind, format, moments in (
+            (kind, state.format, state.moments),
+            (rule.kind, compression.format, rule.moments),
+        )
+    )
     if made != needed:
         raise ValueError(
-            f"The state is that of another optimizer: {_described(*made)}, but this one "
-            f"is {_described(*needed)}. Make the state with its own `init(params)`; the "
-            "format is an option of `Compression`."
+            f"The state is that of another optimizer: {made}, but this one is {needed}. "
+            "Make the state with its own `init(params)`; the format is an option of "
+            "`Compression`."
         )
-
-
-def _described(kind: str, format: str, moments: Sequence[str]) -> str:
-    kept = " and ".join(moments) or "no moments"
-    return f"of the kind {kind!r}, in the format {format!r}, with {kept}"
 
 
 def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
@@ -237,7 +214,7 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
     What is stored is read off the state: one that was restored may have been made with
     other options.
     """
-    dtype, shape = dtype_of(leaf.param), shape_of(leaf.param)
+    dtype, shape, packed = dtype_of(leaf.param), shape_of(leaf.param), leaf.packed
     if packing.correction is not None and dtype not in PARAM_DTYPES[1:]:
         raise ValueError(
             f"The state of `{name}` has a correction of {packing.correction}, but the "
@@ -246,31 +223,27 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
             "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use "
             f"`step`. {_INIT_AGAIN}"
         )
-    if is_missing(leaf.codes):
+    if packed is None or isinstance(packed, optax.MaskedNode):
         raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
     size = 0
     if packing.scales:
-        groups = (shape_of(leaf.scales) or (0,))[-1]
-        last = (shape or (0,))[-1]
+        groups, last = ((shape_of(x) or (0,))[-1] for x in (packed.scales, leaf.param))
         # A scale for each element would look like the codes.
         size = last // groups if 1 <= groups < last and last % groups == 0 else 2
     given = shape if shape or not packing.scales else (0,)
     expected = packing.zeros(jax.ShapeDtypeStruct(given, dtype), size)
-    if _types(expected) != _types(leaf.packed):
+
+    def types(packed: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x: f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}", packed
+        )
+
+    if types(expected) != types(packed):
         raise ValueError(
-            f"The state of `{name}` must be {_types(expected)} for a parameter of shape "
-            f"{shape}, but it is {_types(leaf.packed)}. {_INIT_AGAIN}"
+            f"The state of `{name}` must be {types(expected)} for a parameter of shape "
+            f"{shape}, but it is {types(packed)}. {_INIT_AGAIN}"
         )
     return size
-
-
-def _types(packed: Packed) -> PyTree:
-    """Returns codes and scales with dtypes and shapes in the place of arrays."""
-
-    def type_of(x: object) -> str:
-        return f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}"
-
-    return jax.tree.map(type_of, packed)
 
 
 # --- master weights -------------------------------------------------------------------
@@ -279,8 +252,7 @@ def _types(packed: Packed) -> PyTree:
 def master_params(params: PyTree, state: PyTree) -> PyTree:
     """Returns the f32 weights behind 16-bit parameters.
 
-    f32 parameters, integers, functions and other leaves come back as they are, and so
-    do frozen parameters and 16-bit parameters without master weights.
+    Leaves without master weights come back as they are.
 
     Args:
         params: The parameters, or a whole model.
@@ -296,7 +268,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         >>> master_params(params, state)["w"].dtype
         dtype('float32')
     """
-    flat, state, leaves, packings = _with_packings(params, state)
+    flat, _, leaves, packings = _with_packings(params, state)
 
     def decode(leaf: PackedLeaf, packing: Packing) -> PyTree:
         if packing.correction is None:
@@ -324,9 +296,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         Parameters and state that hold `master`, as exactly as their format can.
 
     Raises:
-        TypeError: If a weight is not a real array.
-        ValueError: If the trees or shapes differ, or `state` does not hold one state that
-            fits the parameters.
+        ValueError: If weights, parameters and state do not fit; the leaf is named.
 
     Examples:
         >>> from mpx.optim import flash_adamw
@@ -337,13 +307,9 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat, found, leaves, _ = _with_packings(params, state)
-    weights = [
-        _as_weight(name, weight, leaf.param)
-        for name, weight, leaf in zip(
-            flat.names, flat.like(master, "`master`"), leaves, strict=True
-        )
-    ]
+    flat, found, _, _ = _with_packings(params, state)
+    given = flat.like(master, "`master`")
+    weights = list(map(_as_weight, flat.names, given, flat.leaves))
     new_params, new_state = put_masters(flat, found, weights)
     return new_params, jax.tree.map(
         lambda x: new_state if x is found else x, state, is_leaf=lambda x: x is found
@@ -353,20 +319,15 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
 def put_masters(
     flat: FlatParams, state: FlashState, weights: Sequence[PyTree]
 ) -> tuple[PyTree, FlashState]:
-    """Puts weights into parameters, whose dtypes are kept, and state.
-
-    `weights` has for each leaf the weight in f32, another value if the leaf is no
-    parameter, or `None` to change nothing.
-    """
+    """Puts weights, or `None` to change nothing, into parameters of any dtype and state."""
     leaves, packings = leaves_of(flat, state)
     new = [
         leaf if weight is None else put_master(weight, leaf, packing)
         for weight, leaf, packing in zip(weights, leaves, packings, strict=True)
     ]
-    return (
-        flat.treedef.unflatten([leaf.param for leaf in new]),
-        dataclasses.replace(state, packed=packed_tree(flat, new)),
-    )
+    packed = flat.bare.unflatten(leaf.packed for leaf in new)
+    params = flat.treedef.unflatten(leaf.param for leaf in new)
+    return params, dataclasses.replace(state, packed=packed)
 
 
 def _with_packings(
@@ -390,14 +351,9 @@ def _with_packings(
 
 def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:
     """Returns the new value of a leaf; raises if it does not fit."""
-    dtype = dtype_of(param)
-    if dtype is None:
+    dtype, is_param = dtype_of(param), dtype_of(param) in PARAM_DTYPES
+    if not is_param and (weight is None or dtype_of(weight) == dtype or dtype is None):
         return param if weight is None else weight
-    if dtype not in PARAM_DTYPES:
-        if weight is None:
-            return param
-        if dtype_of(weight) == dtype:
-            return weight
     if isinstance(weight, int | float):
         weight = np.asarray(weight)
     came = dtype_of(weight)
@@ -409,4 +365,4 @@ def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:
     check_shape(f"The weight of `{name}`", weight, param)
     if isinstance(weight, jax.ShapeDtypeStruct):
         return weight
-    return jnp.asarray(weight).astype(dtype if dtype not in PARAM_DTYPES else F32)
+    return jnp.asarray(weight).astype(F32 if is_param else dtype)

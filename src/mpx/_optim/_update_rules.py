@@ -7,37 +7,23 @@ the work per element is small. Rules run in plain JAX and in kernels.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from mpx._quant import Block
+from mpx._quant._rounding import Block
 
 Scalars = tuple[Array, ...]
 Moments = tuple[Array, ...]
-
-
-class Given(NamedTuple):
-    """What the equations of a rule read beside the moments, for one block.
-
-    Attributes:
-        c: The coefficients of the rule.
-        grad: The gradient, f32.
-        weight: The weight before the step, f32.
-        block: The groups, and how roots and the like are computed.
-    """
-
-    c: Scalars
-    grad: Array
-    weight: Array
-    block: Block
+Given = tuple[Scalars, Array, Array, Block]
 
 
 # A rule has a `kind`, which tells the meaning of its moments; the names of its `moments`, of
 # `mu` and `nu`, and those of its hyperparameters. `coefficients` combines hyperparameters
 # for a step, 1 for the first one. `average` returns the new moments, and `move` the new
-# weight, given the moments before and after the step.
+# weight, given the moments before and after the step; `given` has the coefficients, the
+# gradient and the weight before the step, f32, and the block, which computes roots.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +90,9 @@ class Lion:
         return (b1, 1 - b1, b2, 1 - b2, rate, _decay(hyper))
 
     def average(self, given: Given, moments: Moments) -> Moments:
-        _, _, b2, keep2, _, _ = given.c
+        (_, _, b2, keep2, _, _), grad, _, _ = given
         (mu,) = moments
-        return (b2 * mu + keep2 * given.grad,)
+        return (b2 * mu + keep2 * grad,)
 
     def move(self, given: Given, old: Moments, new: Moments) -> Array:
         (b1, keep1, _, _, rate, decay), grad, weight, block = given

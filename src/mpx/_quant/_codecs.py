@@ -36,22 +36,17 @@ _LARGEST = {
 
 
 class Quantized(NamedTuple):
-    """Numbers in 8 bits.
-
-    Attributes:
-        codes: One integer per element, in the shape of the array it stands for.
-        scale: One number per group: `shape[:-1] + (groups,)`.
-    """
+    """Numbers in 8 bits: a code per element, and a scale per group of the last axis."""
 
     codes: Array
     scale: Array
 
 
 # --- Moments ---------------------------------------------------------------------------
-# Codecs are static: hashable and compared by value. `rounding` is `Dither.moments`, which
-# also rounds bf16 scales and which the formats of FlashOptim ignore; `None` is to nearest.
-# `is_safe` tells that all numbers are known to be below 2¹²⁵. Otherwise zero is stored for
-# inf and nan, so that they do not spread to their group.
+# `rounding` is `Dither.moments`, which also rounds bf16 scales and which the formats of
+# FlashOptim ignore; `None` is to nearest. `is_safe` tells that all numbers are known to be
+# below 2¹²⁵. Otherwise zero is stored for inf and nan, so that they do not spread to their
+# group.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +70,13 @@ class SoftsignInt8:
     """Signed numbers, finer near zero: `x = scale · q / (254 - |q|)`, q in ±127.
 
     `scale` is the largest magnitude of the group, rounded. A number is off by at most
-    `scale / 127` and by `scale / 508` near zero, half of the distance to its neighbours
-    (with the nearest code): codes are chosen for the rounded `scale`. Dithered, the error
-    is at most twice as large; averaged over steps the largest number is exact and others
-    are off by at most a quarter of a code, since the same offset rounds codes and `scale`.
-    (With independent ones the largest code could be one too large.) Encoding a decoded
-    block changes nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
-
-    Attributes:
-        scale_dtype: bf16 keeps the range of f32; f16 is the format of FlashOptim, in
-            which numbers end at 65504 and groups below 3e-8 are zeros.
+    `scale / 127` and by `scale / 508` near zero. Dithered, the error is at most twice as
+    large; averaged over steps the largest number is exact and others are off by at most a
+    quarter of a code, since the same offset rounds codes and `scale`. (With independent
+    ones the largest code could be one too large.) Encoding a decoded block changes
+    nothing. A group whose largest magnitude exceeds 2¹²⁵ is stored as zeros.
+    A `scale` of bf16 has the range of f32; with f16, the format of FlashOptim, numbers end
+    at 65504 and groups below 3e-8 are zeros.
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.int8)
@@ -126,10 +118,8 @@ class SqrtUint8:
     much. The code 0 means zero but is never written: with a second moment rounded to zero
     the step of Adam would have no bound. A group of zeros has the scale 0. Encoding a
     decoded block changes no code, and an f32 scale only by rounding errors.
-
-    Attributes:
-        scale_dtype: f32 follows a slow average; f16 is the format of FlashOptim, in
-            which roots end at 65504 and groups below 3e-8 are zeros.
+    A `scale` of f32 follows a slow average; with f16, the format of FlashOptim, roots end
+    at 65504 and groups below 3e-8 are zeros.
     """
 
     code_dtype: ClassVar[np.dtype] = np.dtype(np.uint8)
@@ -184,13 +174,7 @@ _LAYOUT = {BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
 
 
 # `encode` returns parameters of `dtype` and their corrections, rounded by `Dither.masters`,
-# or to nearest. `place` returns corrections that put weights anywhere in the rounding
-# interval of a parameter, given 32 random bits for each. A rounded weight says only in
-# which interval it was.
-# In its middle, small steps would change no parameter for a long time, then all at once. If
-# weights are evenly spread over it, as bit patterns, the mean of the parameters moves as
-# the mean of the weights does, from the first step on. Encoding the decoded weights gives
-# the parameter. Zeros, subnormal numbers, inf and nan get the correction 0.
+# or to nearest.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +197,7 @@ class RoundedMaster:
 
 @dataclasses.dataclass(frozen=True)
 class BitDelta:
-    """bf16 with the difference of the bit patterns, in integers only.
+    """bf16 with the difference of the bit patterns, in integers only: int8 or int16.
 
     `bits(weight) = (bits(param) << 16) + (correction << shift)`. 8 bits leave an error of
     at most 128 f32 ulps everywhere (a bf16 ulp is 65536), dithered 255, and 16 bits none.
@@ -221,9 +205,6 @@ class BitDelta:
     This holds for subnormal numbers, ±0, ±inf and weights between the largest bf16 and the
     largest f32, of which 8 bits make the last 128 (255) infinite; nan stays nan. Encoding a
     decoded weight changes nothing, with any threshold.
-
-    Attributes:
-        dtype: int8 or int16, the dtype of the correction.
     """
 
     dtype: np.dtype = _INT8
@@ -253,13 +234,6 @@ class BitDelta:
         param = block.rounded(from_bits(total & np.int32(-65536)), BF16)
         return param.astype(BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
 
-    def place(self, param: Array, random: Array) -> Array:
-        low = (random >> np.uint32(32 - 8 * self.dtype.itemsize)).astype(jnp.int32)
-        least = np.iinfo(self.dtype).min
-        # The least code is half-way to a neighbour: rounded, it is the even one of both.
-        code = jnp.maximum(low + least, least + (_pattern(param) & 1))
-        return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
-
     @property
     def _shift(self) -> int:
         return 8 if self.dtype == _INT8 else 0
@@ -269,18 +243,14 @@ class BitDelta:
 class UlpFraction:
     """bf16 or f16 with the rounding error in units of half an ulp (FlashOptim's format).
 
-    `weight = param + correction / M · ulp(param) / 2` with M = 127 or 32767. With 8 bits
-    the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for bf16 and
-    16 for f16, twice that just below a power of two, and twice that again if dithered. With
-    16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰
-    (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range
-    of f16 becomes inf. Encoding a decoded weight changes nothing, except that one half-way
-    below a power of two may move by the bound, once. Dithered, f16 with 8 bits follows
-    updates to half an f32 ulp per step: a decoded weight is not an f32 number, and its
-    rounding error is 1/64 of a unit of the correction.
-
-    Attributes:
-        dtype: int8 or int16, the dtype of the correction.
+    `weight = param + correction / M · ulp(param) / 2` with M = 127 (int8) or 32767 (int16).
+    With 8 bits the error is at most 1/254 of half an ulp of the parameter: 129 f32 ulps for
+    bf16 and 16 for f16, twice that just below a power of two, and twice that again if
+    dithered. With 16 bits it is 1 f32 ulp for bf16 and 0 for f16. Below 2⁻¹¹⁰ (8 bits) or
+    2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the range of f16
+    becomes inf. Encoding a decoded weight changes nothing, except that one half-way below a
+    power of two may move by the bound, once. Dithered, f16 with 8 bits follows updates to
+    half an f32 ulp per step.
     """
 
     dtype: np.dtype = _INT8
@@ -306,35 +276,34 @@ class UlpFraction:
             code = jnp.clip(code + centred(rounding), -top, top)
         return param, to_integer(code, self.dtype.type)
 
-    def place(self, param: Array, random: Array) -> Array:
-        pattern, (mantissa, _) = _pattern(param), _LAYOUT[np.dtype(param.dtype)]
-        # What lies half-way between two parameters is rounded to the even one. Eight units
-        # of 16 bits are one ulp of f32, to which a decoded f16 weight is rounded.
-        top, odd = np.iinfo(self.dtype).max, pattern & 1
-        most = top - odd * (1 if self.dtype == _INT8 else 8)
-        count = (2 * most + 1).astype(jnp.uint32)
-        below = ((random >> np.uint32(16)) * count) >> np.uint32(16)
-        code = below.astype(jnp.int32) - most
-        # Below a power of two the interval has half the width.
-        is_power = (pattern & ((1 << mantissa) - 1)) == 0
-        code = jnp.where(is_power & (code < 0), -(-code >> 1), code)
-        code = jnp.where(pattern < 0x8000, code, -code)
-        return jnp.where(_is_normal(param), code, 0).astype(self.dtype)
-
 
 MasterCodec = RoundedMaster | BitDelta | UlpFraction
+
+
+def place(codec: BitDelta | UlpFraction, param: Array, random: Array) -> Array:
+    """Returns corrections for weights anywhere in the rounding intervals of parameters.
+
+    `random` has 32 bits for each. In the middle of the interval, small steps would change
+    no parameter for a long time, then all at once. If weights are spread over it, the mean
+    of the parameters moves as that of the weights does, from the first step on.
+    """
+    info, width = np.iinfo(codec.dtype), 8 * codec.dtype.itemsize
+    code = (random >> np.uint32(32 - width)).astype(jnp.int32) + info.min
+    code = jnp.maximum(code, -info.max)
+    weight = codec.decode(param, code.astype(codec.dtype), Block())
+    # What lies half-way may be rounded to the neighbour. Below a power of two the interval
+    # has half the width.
+    inside = _pattern(weight.astype(param.dtype)) == _pattern(param)
+    code = jnp.where(inside, code, lax.div(code, 2))
+    mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
+    exponent = (_pattern(param) & 0x7FFF) >> mantissa
+    is_normal = (exponent > 0) & (exponent <= 2 * bias)
+    return jnp.where(is_normal, code, 0).astype(codec.dtype)
 
 
 def _pattern(param: Array) -> Array:
     """Returns the bits of 16-bit numbers as int32."""
     return lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32)
-
-
-def _is_normal(param: Array) -> Array:
-    """Returns which 16-bit numbers are neither zero, subnormal, inf nor nan."""
-    mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
-    exponent = (_pattern(param) & 0x7FFF) >> mantissa
-    return (exponent > 0) & (exponent <= 2 * bias)
 
 
 def _half_ulp(param: Array) -> tuple[Array, Array]:
@@ -361,22 +330,11 @@ def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
     The one away from zero is taken if the distance from the other one, in ulps, plus `up`
     · 2⁻¹⁶ is at least 1: as often as that distance says.
     """
-    if dtype == BF16:
-        shifted = from_bits((bits(weight) + up) & np.int32(-65536))
-        return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
-    # In units of the distance between f16 numbers: 10 bits before the point, 13 after it.
-    exponent = ((bits(weight) >> 23) & 0xFF) - 127
-    log = jnp.clip(exponent, -14, 15) - 10
-    part = (up >> 3).astype(F32) * np.float32(2.0**-13)
-    units = jnp.abs(weight) * _power_of_two(-log) + part
-    # 2²¹ units are beyond the range of f16: such a weight becomes inf.
-    size = _floor(units) * _power_of_two(log)
-    shifted = from_bits(bits(size) | (bits(weight) & np.int32(-(2**31))))
-    return jnp.where(jnp.abs(weight) < jnp.inf, shifted, weight)
-
-
-def _floor(x: Array) -> Array:
-    """Returns the integer part of positive numbers, 2²¹ at most."""
-    x = jnp.minimum(x, np.float32(2.0**21))
-    nearest = to_integer(x, np.int32).astype(F32)
-    return nearest - jnp.where(nearest > x, np.float32(1), np.float32(0))
+    size, low, more = jnp.abs(weight), 16, np.float32(0)
+    if dtype == F16:
+        # Subnormal numbers have the ulp of 2⁻¹⁴.
+        low, least = 13, np.float32(2.0**-14)
+        more = jnp.where(size < least, least, more)
+    rounded = (bits(size + more) + (up >> (16 - low))) & np.int32(-(2**low))
+    rounded = signed_like(from_bits(rounded) - more, weight)
+    return jnp.where(is_finite(weight), rounded, weight)

@@ -15,11 +15,7 @@ _SHIFT_BITS = SHIFT.view(np.int32)
 
 
 def to_integer(x: Array, dtype: type) -> Array:
-    """Rounds f32 numbers below 2²² to nearest, ties to even, as an 8-bit integer.
-
-    Exact and the same on every backend. Numbers that do not fit, and nan, give an
-    arbitrary code.
-    """
+    """Rounds f32 numbers below 2²² to nearest, ties to even; others give any code."""
     return shifted_to_integer(x + SHIFT, dtype)
 
 
@@ -41,12 +37,10 @@ def from_bits(x: Array) -> Array:
 
 
 def to_bf16_bits(x: Array, dither: Array | None = None) -> Array:
-    """Rounds finite f32 numbers to bf16 in integer arithmetic; returns f32 bits.
+    """Rounds finite f32 numbers to bf16 in integers; returns f32 bits.
 
-    XLA would remove a cast down followed by a cast up.
-
-    `dither` is added before rounding to nearest, in ulps of bf16, from -1/2 to 1/2 (away
-    from zero); `None` rounds ties to even.
+    XLA would remove a cast down followed by a cast up. `dither` is added before rounding
+    to nearest, in ulps of bf16, from -1/2 to 1/2; `None` rounds ties to even.
     """
     b = bits(x)
     if dither is None:
@@ -70,21 +64,16 @@ def is_finite(x: Array) -> Array:
 class Dither(NamedTuple):
     """Offsets added to magnitudes before rounding, f32 scalars, one pair per step.
 
-    A number that moves by less than half a code per step would never move if it were
-    always rounded to nearest. The multiples of an irrational number modulo 1 are spread
-    evenly over any range of steps, so each number is rounded up as often as it should be.
-    All numbers of a step share them, so kernels need not generate any.
+    Rounded to nearest, a number that moves by less than half a code per step would never
+    move. The multiples of an irrational number modulo 1 are spread evenly over any range
+    of steps, so each number is rounded up as often as it should be. All numbers of a step
+    share them, so kernels need not generate any. Moments and weights have two numbers that
+    are independent of 1 over the integers: with one, the two roundings of a step would be
+    correlated, and a weight could move twice as fast as it should, or not at all.
 
-    A step reads moments that were rounded before, and rounds the weight. With multiples of
-    a single number the two roundings would be correlated: a weight could move twice as
-    fast as it should, or not at all. With two numbers that are independent of 1 over the
-    integers, pairs of multiples are spread evenly over the square (Weyl).
-
-    Attributes:
-        moments: By the golden ratio, between ±(1/2 - 2⁻¹²): an integer with f32 rounding
-            errors stays that integer.
-        masters: By √½, from [0, 1), a multiple of 2⁻²⁴: the threshold added before a
-            floor, in units of the stored format.
+    That of moments, by the golden ratio, is between ±(1/2 - 2⁻¹²): an integer with f32
+    rounding errors stays that integer. That of masters, by √½, is from [0, 1), a multiple
+    of 2⁻²⁴: the threshold added before a floor, in units of the stored format.
     """
 
     moments: Array
@@ -93,14 +82,12 @@ class Dither(NamedTuple):
 
 def dither_of(step: Array) -> Dither:
     """Returns the offsets of a step; they depend on nothing else."""
-    golden, root = (_turn(step, ratio) for ratio in (0x9E3779B1, 0xB504F333))
-    return Dither(centred(golden), root)
 
+    def multiple(ratio: int) -> Array:  # of `ratio` · 2⁻³², modulo 1
+        high = (step.astype(jnp.uint32) * np.uint32(ratio)) >> np.uint32(8)
+        return high.astype(jnp.int32).astype(F32) * np.float32(2.0**-24)
 
-def _turn(step: Array, ratio: int) -> Array:
-    """Returns a multiple of `ratio` · 2⁻³², modulo 1."""
-    turns = step.astype(jnp.uint32) * np.uint32(ratio)
-    return (turns >> np.uint32(8)).astype(jnp.int32).astype(F32) * np.float32(2.0**-24)
+    return Dither(centred(multiple(0x9E3779B1)), multiple(0xB504F333))
 
 
 def centred(threshold: Array) -> Array:

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 from collections.abc import Mapping
-from types import FrameType
 
 import jax
 import jax.numpy as jnp
@@ -88,34 +87,23 @@ def transforms_after() -> list[str]:
 
     Optax does not tell a transformation its place. But a chain calls its members in a
     loop, and that loop is on the stack while one of them is called or traced, at any
-    depth: `chain(masked(optimizer), scale(0.5))`. If optax writes its loops differently,
-    nothing is found and nothing is refused.
+    depth: `chain(masked(optimizer), scale(0.5))`. The variables of the `update_fn` of
+    `optax.chain` and `optax.named_chain` hold the members, and the states of those that
+    are done. If optax writes its loops differently, nothing is found or refused.
     """
     names: list[str] = []
     frame = inspect.currentframe()
     while frame is not None:
-        names += _not_called_yet(frame)
+        of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
+        loop: Mapping[str, PyTree] = frame.f_locals
+        done = loop.get("new_state") if of_optax else None
+        if frame.f_code.co_name == "update_fn" and isinstance(done, list | dict):
+            updates = loop.get("update_fns", ())
+            if "transforms" in loop:
+                updates = [transform.update for _, transform in loop["transforms"]]
+            names += [_name(update) for update in updates[len(done) + 1 :]]
         frame = frame.f_back
     return [name for name in names if name not in _HARMLESS]
-
-
-def _not_called_yet(frame: FrameType) -> list[str]:
-    """Returns the names of those members that the loop of a chain has not called yet.
-
-    The loop is in the `update_fn` of `optax.chain` or `optax.named_chain`, whose variables
-    hold the members, and the states of those that are done.
-    """
-    of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
-    if frame.f_code.co_name != "update_fn" or not of_optax:
-        return []
-    loop: Mapping[str, PyTree] = frame.f_locals
-    done = loop.get("new_state")
-    if not isinstance(done, list | dict):
-        return []
-    updates = loop.get("update_fns", ())
-    if "transforms" in loop:
-        updates = [transform.update for _, transform in loop["transforms"]]
-    return [_name(update) for update in updates[len(done) + 1 :]]
 
 
 def _name(update: PyTree) -> str:

@@ -67,17 +67,16 @@ def optimizer_update(
     Nothing changes either if the step would make a finite number of the model or of the
     state infinite or nan: the square of a finite gradient of 1e20 is infinite, and a
     second moment that is infinite stays so. (A compressed optimizer decides this for each
-    element: see its `step`.) Parameters keep their dtype: the update is added in f32 or
-    wider and rounded once. The optimizer state keeps its dtypes, too.
+    element.) Model and state keep their dtypes: the update is added in f32 or wider and
+    rounded once.
 
     Args:
         model: The model or the parameters: any pytree. Also an NNX module, or a Flax
             `TrainState` (pass `None` for `optimizer` and `optimizer_state`).
-        optimizer: PyTree optax transformation, initialised with
+        optimizer: An optax transformation, initialised with
             `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`; or an
             `nnx.Optimizer` (pass `None` for `optimizer_state`), which is updated in
-            place together with the module. A compressed optimizer such as
-            `flash_adamw` uses its own `step`.
+            place together with the module.
         optimizer_state: The state of an optax optimizer.
         grads: The gradients, `None` where there is none.
         grads_finite: Whether to update, a boolean scalar.
@@ -93,8 +92,7 @@ def optimizer_update(
         The model and the optimizer state after the step.
 
     Raises:
-        ValueError: If `grads` do not fit the model (the leaf is named), or the state
-            does not fit the optimizer.
+        ValueError: If gradients, state and model do not fit; the leaf is named.
         TypeError: If `grads_finite` is not a boolean scalar, a gradient is not floating,
             or the optimizer does not take an argument.
 
@@ -114,13 +112,11 @@ def optimizer_update(
     if optimizer is None and hasattr(model, "apply_gradients"):
         warn_of_lost_updates(getattr(model, "params", None), grads, model)
 
-        def step_train_state(train_state: PyTree) -> tuple[PyTree]:
-            return (train_state.apply_gradients(grads=grads, **extra_args),)
+        def step_train_state(state: PyTree) -> tuple[PyTree]:
+            return (state.apply_gradients(grads=grads, **extra_args),)
 
-        (train_state,) = _skip(
-            skip, step_train_state, (model,), grads_finite, axis_name
-        )
-        return train_state, optimizer_state
+        (new,) = _skip(skip, step_train_state, (model,), grads_finite, axis_name)
+        return new, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
         params = _nnx.without_variables(_nnx.params_of(model))
@@ -176,20 +172,19 @@ def _run(
     try:
         return optimizer.update(grads, state, params, **extra)
     except Exception as error:
-        if _fits(optimizer, params, state):
+        expected, given = _expected(optimizer, params), jax.tree.structure(state)
+        if expected == given:
             raise
-        expected = eqx.filter_eval_shape(optimizer.init, params)
+        needed, came = (
+            text if len(text) <= 200 else f"{text[:200]}…"
+            for text in (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
+        )
         raise ValueError(
             "`optimizer_state` does not fit the optimizer and the parameters that have "
-            f"gradients: it should be {_described(expected)}, but {_described(state)} "
-            "was given. Make it with `optimizer.init(eqx.filter(model, "
-            "eqx.is_inexact_array))`, or of the trained part if some are frozen."
+            f"gradients: it should be {needed}, but {came} was given. Make it with "
+            "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, or of the trained "
+            "part if some are frozen."
         ) from error
-
-
-def _described(state: PyTree) -> str:
-    text = str(jax.tree.structure(state)).removeprefix("PyTreeDef(").removesuffix(")")
-    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _with_integers(
@@ -200,11 +195,11 @@ def _with_integers(
     `optimizer.init(eqx.filter(model, eqx.is_array))` makes moments for integers, too.
     They get zeros for gradients, and their updates are not applied.
     """
-    integers = eqx.filter(model, _is_integer)
-    if not jax.tree.leaves(integers) or _fits(optimizer, params, state):
+    integers, given = eqx.filter(model, _is_integer), jax.tree.structure(state)
+    if not jax.tree.leaves(integers) or _expected(optimizer, params) == given:
         return params, grads
     everything = eqx.combine(params, integers)
-    if not _fits(optimizer, everything, state):
+    if _expected(optimizer, everything) != given:
         return params, grads
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), integers)
     return everything, eqx.combine(grads, zeros)
@@ -215,10 +210,9 @@ def _is_integer(leaf: PyTree) -> bool:
     return is_array(leaf) and isinstance(leaf.dtype, np.dtype) and not is_inexact(leaf)
 
 
-def _fits(optimizer: PyTree, params: PyTree, state: PyTree) -> bool:
-    """Returns whether a state has the structure of one made for these parameters."""
-    expected = eqx.filter_eval_shape(optimizer.init, params)
-    return jax.tree.structure(expected) == jax.tree.structure(state)
+def _expected(optimizer: PyTree, params: PyTree) -> PyTree:
+    """Returns the structure of the state for these parameters."""
+    return jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params))
 
 
 def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
@@ -379,8 +373,8 @@ def cond_update(
     Args:
         update_fn: The function, for example `(params, state, grads) -> params, state`.
             Leave it out to use `cond_update` as a decorator with arguments.
-        skip: How to skip; see `optimizer_update`.
-        axis_name: Mesh axes over which to decide together; see `optimizer_update`.
+        skip: This and `axis_name` are as in `optimizer_update`.
+        axis_name: Mesh axes over which to decide together.
 
     Raises:
         ValueError: If a result does not have the structure and shapes of the argument

@@ -18,10 +18,11 @@ from mpx._jax._tree import (
     is_floating,
     map_with_name,
 )
-from mpx._optim import FlashState, Stepped, from_master, master_params
 from mpx._optim._optax import MasterWeightsState
-from mpx._optim._packing import Packing, decode_moment, encode_moment
-from mpx._quant import Packed, Quantized
+from mpx._optim._optimizers import Stepped
+from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
+from mpx._optim._state import FlashState, from_master, master_params
+from mpx._quant._codecs import Quantized
 
 _MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
 """The names under which optax states keep a moment."""

@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from mpx._amp._transform import amp
 from mpx._jax._devices import cuda_capability
-from mpx._optim import FlashOptimizer, FlashState, flash_adamw
+from mpx._optim._optimizers import FlashOptimizer, flash_adamw
+from mpx._optim._state import FlashState
 from mpx._program._queries import MATMULS, contains
 from mpx.inspect._buffers import by_dtype, nbytes, peak
 from mpx.inspect._compiled import H200, HERE, described

@@ -3,7 +3,7 @@
 The state has the layout of flashoptim-jax: groups of the flattened array, f16 scales,
 corrections in units of half an ulp. Its checkpoints load, and it loads those made here.
 `to_mpx` and `from_mpx` convert to and from the state of `mpx.optim.flash_adamw` and the
-others, which has the range of f32, is sharded like the parameters and is an optax state.
+others, which is sharded like the parameters and is an optax state.
 
 Unlike flashoptim-jax, it runs on CPUs and TPUs, does not cast bf16 gradients beforehand,
 keeps the corrections of scalars, and rejects misspelt groups; 16-bit parameters are the
@@ -20,15 +20,11 @@ Examples:
     dtype('float32')
 """
 
-from mpx.compat.flashoptim._convert import (
+from mpx.compat.flashoptim._optimizers import (
     FlashAdamState,
     FlashLionState,
-    FlashSGDState,
-    from_mpx,
-    to_mpx,
-)
-from mpx.compat.flashoptim._optimizers import (
     FlashOptimizer,
+    FlashSGDState,
     flash_adam,
     flash_adamw,
     flash_adamw_state_dict,
@@ -37,9 +33,11 @@ from mpx.compat.flashoptim._optimizers import (
     flash_sgd,
     flash_sgd_state_dict,
     flash_sgdw,
+    from_mpx,
     load_flash_adamw_state_dict,
     load_flash_lion_state_dict,
     load_flash_sgd_state_dict,
+    to_mpx,
 )
 from mpx.compat.flashoptim.compression import (
     cast_tree_bf16,

@@ -1,5 +1,6 @@
-"""The optimizers of flashoptim-jax, with its signatures and state."""
+"""The optimizers of flashoptim-jax, with its signatures and state, and conversions of it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,32 +10,59 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from mpx import _optim
-from mpx._jax._tree import dtype_of, named_leaves
-from mpx._optim import Compression, ParamGroup
-from mpx._optim._options import group_of
+from mpx._jax._sharding import zeros_alike
+from mpx._jax._tree import dtype_of, is_floating, named_leaves, shape_of
+from mpx._optim import _optimizers as _flash
+from mpx._optim._optimizers import Stepped
+from mpx._optim._options import Compression, ParamGroup, group_of
+from mpx._optim._packing import PackedLeaf, Unpacked, decode_moment
 from mpx._optim._params import PARAM_DTYPES
-from mpx.compat.flashoptim._convert import (
-    FlashAdamState,
-    FlashLionState,
-    FlashSGDState,
-    from_mpx,
-    to_mpx,
+from mpx._optim._state import FlashState, make_state
+from mpx._quant._codecs import Quantized
+from mpx.compat.flashoptim import quantization
+from mpx.compat.flashoptim.compression import (
+    MasterBits,
+    correction_dtype,
+    is_state,
+    no_state,
 )
-from mpx.compat.flashoptim.compression import MasterBits, correction_dtype
 from mpx.compat.flashoptim.quantization import QuantizedArray, is_quantized
 
 Rate = float | Array | Callable[[Array], PyTree]
 Groups = Sequence[Mapping[str, PyTree]] | None
 
 
-class FlashOptimizer(NamedTuple):
-    """An optimizer.
+class FlashAdamState(NamedTuple):
+    """The state of Adam and AdamW: steps taken, moments, corrections.
 
-    Attributes:
-        init: `init(params)`, returns the state.
-        step: `step(params, state, grads)`, returns `(params, state)`.
+    Moments are `QuantizedArray` or f32, corrections int8 or int16; where there is none,
+    `ecc` has a scalar of int32.
     """
+
+    count: PyTree
+    mu: PyTree
+    nu: PyTree
+    ecc: PyTree
+
+
+class FlashLionState(NamedTuple):
+    """The state of Lion: `FlashAdamState` without second moments."""
+
+    count: PyTree
+    mu: PyTree
+    ecc: PyTree
+
+
+class FlashSGDState(NamedTuple):
+    """The state of gradient descent; without momentum, `mu` holds scalars of int32."""
+
+    count: PyTree
+    mu: PyTree
+    ecc: PyTree
+
+
+class FlashOptimizer(NamedTuple):
+    """An optimizer: `init(params)` returns the state, `step` new parameters and state."""
 
     init: Callable[[PyTree], PyTree]
     step: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -56,7 +84,7 @@ def flash_adam(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Adam; weight decay is added to the gradient. See `flash_adamw`."""
-    return _build(_optim.flash_adam, FlashAdamState, **locals())
+    return _build(_flash.flash_adam, FlashAdamState, **locals())
 
 
 def flash_adamw(  # noqa: PLR0917
@@ -94,7 +122,7 @@ def flash_adamw(  # noqa: PLR0917
             `master_weight_bits` has no effect, or with `fused` if a leaf is not f32,
             bf16 or f16.
     """
-    return _build(_optim.flash_adamw, FlashAdamState, **locals())
+    return _build(_flash.flash_adamw, FlashAdamState, **locals())
 
 
 def flash_lion(  # noqa: PLR0917
@@ -109,7 +137,7 @@ def flash_lion(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Lion. See `flash_adamw` for the options."""
-    return _build(_optim.flash_lion, FlashLionState, **locals())
+    return _build(_flash.flash_lion, FlashLionState, **locals())
 
 
 def flash_sgd(  # noqa: PLR0917
@@ -125,7 +153,7 @@ def flash_sgd(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Gradient descent; weight decay is added to the gradient. See `flash_adamw`."""
-    return _build(_optim.flash_sgd, FlashSGDState, **locals())
+    return _build(_flash.flash_sgd, FlashSGDState, **locals())
 
 
 def flash_sgdw(  # noqa: PLR0917
@@ -141,7 +169,7 @@ def flash_sgdw(  # noqa: PLR0917
     param_groups: Groups = None,
 ) -> FlashOptimizer:
     """Gradient descent with decoupled weight decay. See `flash_adamw`."""
-    return _build(_optim.flash_sgdw, FlashSGDState, **locals())
+    return _build(_flash.flash_sgdw, FlashSGDState, **locals())
 
 
 def _matches(by: PyTree, name: str, leaf: object) -> bool:
@@ -202,13 +230,14 @@ def _build(
     base, backend = compression(), "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
-    def quantizes(name: str, param: PyTree) -> bool:
-        group = next((x for x in groups if x.matches(name, param)), None)
-        return (base if group is None else group.compression).quantize
-
     def convert(params: PyTree, state: PyTree) -> PyTree:
-        options: PyTree = dict(quantize=quantizes, master_weight_bits="keep")
-        return from_mpx(params, state, state_type, group_size=group_size, **options)
+        def quantizes(name: str, param: PyTree) -> bool:
+            group = group_of(groups, name, param)
+            own = None if group is None else group.compression
+            return (own or base).quantize
+
+        options: PyTree = dict(quantize=quantizes, group_size=group_size)
+        return from_mpx(params, state, state_type, **options)
 
     def init(params: PyTree) -> PyTree:
         _check_params(params, groups, param_groups or (), master_weight_bits, fused)
@@ -231,13 +260,9 @@ def _check_params(
     """Raises for parameters that flashoptim-jax refuses with these options."""
     option = "master_weight_bits"
     # 24 is the default: nobody need have asked for it.
-    asked = {option: (None, None if bits == 24 else bits)} | {
-        f"param_groups[{index}]['{option}']": (group, spec[option])
-        for index, (group, spec) in enumerate(zip(groups, specs, strict=True))
-        if option in spec
-    }
-    owners = [id(group) for group, _ in asked.values()]
-    members: dict[int, list[np.dtype]] = {owner: [] for owner in owners}
+    asked = {None: None if bits == 24 else bits}
+    asked |= {i: spec[option] for i, spec in enumerate(specs) if option in spec}
+    members: dict[int | None, list[np.dtype]] = {index: [] for index in asked}
     for name, leaf in named_leaves(params):
         dtype = dtype_of(leaf) or jnp.asarray(leaf).dtype
         if fused and dtype not in PARAM_DTYPES:
@@ -245,11 +270,13 @@ def _check_params(
                 "fused=True only supports parameter dtypes (float32, bfloat16, float16), "
                 f"but `{name}` is {dtype}. With fused=False it is left as it is."
             )
-        group = id(group_of(groups, name, leaf))
-        members[group if group in owners else id(None)].append(dtype)
-    for where, (group, bits) in asked.items():
-        dtypes = members[id(group)]
+        found = (i for i, group in enumerate(groups) if group.matches(name, leaf))
+        index = next(found, None)
+        members[index if index in asked else None].append(dtype)
+    for index, bits in asked.items():
+        dtypes = members[index]
         if bits and dtypes and not any(correction_dtype(x, bits) for x in dtypes):
+            where = option if index is None else f"param_groups[{index}]['{option}']"
             raise ValueError(
                 f"{where}={bits} has no effect: none of its parameters is bf16 or f16. "
                 "Set it to None."
@@ -300,15 +327,127 @@ def _load(state_type: PyTree, state_dict: Mapping[str, PyTree]) -> PyTree:
             f"A state dictionary for {state_type.__name__} has the keys {list(names)}, but "
             f"{missing} are missing: it comes from another optimizer."
         )
+
+    def load_leaf(leaf: Mapping[str, PyTree]) -> PyTree:
+        if leaf["kind"] == "array":
+            return jnp.asarray(leaf["value"])
+        return QuantizedArray(jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"]))
+
+    saved = {name: state_dict[name] for name in names[1:]}
     trees = {
-        name: state_dict[name]["treedef"].unflatten(
-            jnp.asarray(leaf["value"])
-            if leaf["kind"] == "array"
-            else QuantizedArray(
-                jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"])
-            )
-            for leaf in state_dict[name]["leaves"]
-        )
-        for name in names[1:]
+        name: part["treedef"].unflatten(map(load_leaf, part["leaves"]))
+        for name, part in saved.items()
     }
     return state_type(count=jnp.asarray(state_dict["count"], jnp.int32), **trees)
+
+
+# --- Conversion -----------------------------------------------------------------------
+
+
+def to_mpx(params: PyTree, state: PyTree, *, group_size: int = 32) -> Stepped:
+    """Converts a state of flashoptim-jax for `mpx.optim.flash_adamw` and the others.
+
+    Nothing is lost: codes and scales are taken over where the last axis of a parameter
+    consists of whole groups, other moments become f32. The optimizer that continues needs
+    `Compression(format="flashoptim")`. To go on in the default format, put the result of
+    `mpx.checkpoint.to_f32` into `mpx.checkpoint.from_f32`.
+
+    Args:
+        params: The parameters.
+        state: Their state, made here or by flashoptim-jax itself.
+        group_size: The one that the state was made with.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    kind = "lion" if "Lion" in type(state).__name__ else "sgd"
+    kind = "adam" if "nu" in state._fields else kind
+    moments = {
+        name: [
+            _moment_to_mpx(name, x, group_size)
+            for x in treedef.flatten_up_to(getattr(state, name))
+        ]
+        for name in ("mu", "nu")
+        if name in state._fields
+    }
+    if kind == "sgd" and all(x is None for x in moments["mu"]):
+        moments = {}  # without momentum
+    eccs = treedef.flatten_up_to(state.ecc)
+    packed = []
+    for param, ecc, *stored in zip(leaves, eccs, *moments.values(), strict=True):
+        leaf = Unpacked(tuple(stored), jnp.asarray(ecc) if is_state(ecc) else None)
+        packed.append(PackedLeaf(param, leaf.pack() if is_floating(param) else None))
+    new = make_state(kind, "flashoptim", tuple(moments), packed, treedef)
+    count = jnp.asarray(state.count, jnp.int32)
+    return Stepped(params, dataclasses.replace(new, count=count))
+
+
+def _moment_to_mpx(name: str, x: PyTree, group_size: int) -> PyTree:
+    if not is_quantized(x):
+        return jnp.asarray(x, jnp.float32) if is_state(x) else None
+    quantization.check_scales(x, group_size)
+    shape = shape_of(x.values)
+    if shape == () or 0 in shape or shape[-1] % group_size:
+        return quantization.dequantize(name, x, group_size)
+    scales = jnp.asarray(x.scales, jnp.float16)
+    return Quantized(jnp.asarray(x.values), scales.reshape(*shape[:-1], -1))
+
+
+def from_mpx(
+    params: PyTree,
+    state: FlashState,
+    state_type: type | None = None,
+    *,
+    quantize: bool | Callable[[str, PyTree], bool] = True,
+    group_size: int = 32,
+) -> Stepped:
+    """Converts a state of mpx to the layout of flashoptim-jax.
+
+    Corrections, and moments in groups of `group_size`, are taken over bit for bit; other
+    moments are encoded anew.
+
+    Args:
+        params: The parameters.
+        state: Their state, in the format `"flashoptim"`.
+        state_type: `FlashAdamState`, `FlashLionState` or `FlashSGDState`; by default the
+            first if there are second moments, else the second.
+        quantize: The option of the optimizer that continues, or a function that returns
+            it for the path of a parameter and the parameter.
+        group_size: The option of the optimizer that continues.
+
+    Raises:
+        ValueError: If the state has another format.
+    """
+    if state.format != "flashoptim":
+        raise ValueError(
+            f"The state has the format {state.format!r}, but flashoptim-jax needs that of "
+            '`Compression(format="flashoptim")`. Convert it with `mpx.checkpoint.to_f32` '
+            "and `from_f32`."
+        )
+    cls: PyTree = state_type or (FlashLionState if state.nu is None else FlashAdamState)
+    treedef, named = jax.tree.structure(params), named_leaves(params)
+    eccs = treedef.flatten_up_to(state.correction)
+    trees = {"ecc": treedef.unflatten(no_state() if x is None else x for x in eccs)}
+    for moment in {"mu", "nu"} & {*cls._fields}:
+        tree, new = getattr(state, moment), []
+        stored = named if tree is None else treedef.flatten_up_to(tree)
+        for (name, param), x in zip(named, stored, strict=True):
+            if tree is None or not is_floating(param):
+                new.append(no_state())
+                continue
+            codes = quantize(name, param) if callable(quantize) else quantize
+            size = group_size if codes else None
+            new.append(_moment_from_mpx(moment, param, x, size))
+        trees[moment] = treedef.unflatten(new)
+    return Stepped(params, cls(count=state.count, **trees))
+
+
+def _moment_from_mpx(
+    name: str, param: PyTree, x: PyTree, group_size: int | None
+) -> PyTree:
+    """Returns a moment in groups of `group_size`, or in f32 if that is `None`."""
+    if isinstance(x, Quantized):
+        if x.codes.shape[-1] // x.scale.shape[-1] == group_size:
+            return QuantizedArray(x.codes, x.scale.reshape(-1))
+        x = decode_moment(name, x, "flashoptim")
+    elif x is None:  # frozen in mpx
+        x = zeros_alike(param, np.dtype(np.float32))
+    return x if group_size is None else quantization.quantize(name, x, group_size)

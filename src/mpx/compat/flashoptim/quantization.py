@@ -8,20 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from mpx._quant import Block, MomentCodec, Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant._codecs import Quantized, SoftsignInt8, SqrtUint8
+from mpx._quant._rounding import Block
 
 _BLOCK = Block()
 _F16 = np.dtype(np.float16)
-_MOMENTUM, _VARIANCE = SoftsignInt8(_F16), SqrtUint8(_F16)
+_CODECS = {"mu": SoftsignInt8(_F16), "nu": SqrtUint8(_F16)}
 
 
 class QuantizedArray(NamedTuple):
-    """Numbers in 8 bits.
-
-    Attributes:
-        values: One integer per element, in the shape of the parameter.
-        scales: f16, one per group of the flattened array; the last may be smaller.
-    """
+    """Numbers in 8 bits: a code per element, an f16 scale per group of the flat array."""
 
     values: Array
     scales: Array
@@ -49,39 +45,44 @@ def _in_groups(x: Array, group_size: int) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _quantize(codec: MomentCodec, x: Array, group_size: int) -> QuantizedArray:
-    codes, scales = codec.encode(_in_groups(x, group_size), _BLOCK)
-    return QuantizedArray(codes.reshape(-1)[: x.size].reshape(x.shape), scales)
+def quantize(name: str, x: Array, group_size: int) -> QuantizedArray:
+    """Stores the moment `mu` or `nu` in 8 bits."""
+    codes, scales = _CODECS[name].encode(_in_groups(x, group_size), _BLOCK)
+    codes = codes.reshape(-1)[: x.size].reshape(x.shape)
+    if name == "nu":  # mpx never writes the code 0, but flashoptim-jax does, for zeros
+        codes = jnp.where(x == 0, codes.dtype.type(0), codes)
+    return QuantizedArray(codes, scales)
+
+
+def dequantize(name: str, x: PyTree, group_size: int) -> Array:
+    """Returns the f32 numbers of the moment `mu` or `nu`."""
+    check_scales(x, group_size)
+    return _dequantize(name, tuple(x), group_size)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _dequantize(codec: MomentCodec, x: PyTree, group_size: int) -> Array:
+def _dequantize(name: str, x: PyTree, group_size: int) -> Array:
     values, scales = x
     groups = Quantized(_in_groups(values, group_size), scales.astype(_F16))
-    flat = codec.decode(groups, _BLOCK).reshape(-1)
+    flat = _CODECS[name].decode(groups, _BLOCK).reshape(-1)
     return flat[: values.size].reshape(values.shape)
 
 
 def quantize_momentum(x: Array, group_size: int = 32) -> QuantizedArray:
     """Stores signed numbers in int8, finer near zero."""
-    return _quantize(_MOMENTUM, jnp.asarray(x, jnp.float32), group_size)
+    return quantize("mu", jnp.asarray(x, jnp.float32), group_size)
 
 
 def dequantize_momentum(x: PyTree, group_size: int = 32) -> Array:
     """Returns the f32 numbers behind `quantize_momentum`."""
-    check_scales(x, group_size)
-    return _dequantize(_MOMENTUM, tuple(x), group_size)
+    return dequantize("mu", x, group_size)
 
 
 def quantize_variance(x: Array, group_size: int = 32) -> QuantizedArray:
     """Stores the roots of numbers ≥ 0 in uint8; only zero becomes zero."""
-    x = jnp.asarray(x, jnp.float32)
-    values, scales = _quantize(_VARIANCE, x, group_size)
-    # mpx never writes the code 0, but flashoptim-jax does, for zeros.
-    return QuantizedArray(jnp.where(x == 0, values.dtype.type(0), values), scales)
+    return quantize("nu", jnp.asarray(x, jnp.float32), group_size)
 
 
 def dequantize_variance(x: PyTree, group_size: int = 32) -> Array:
     """Returns the f32 numbers behind `quantize_variance`."""
-    check_scales(x, group_size)
-    return _dequantize(_VARIANCE, tuple(x), group_size)
+    return dequantize("nu", x, group_size)
