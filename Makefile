@@ -55,7 +55,7 @@ endef
 
 # Packages that old use names which JAX deprecates.
 OLDEST_VENV  := .venv-oldest
-OLDEST_TESTS := --thin 8 -W ignore::DeprecationWarning -k 'import or nnx or linen or optax or restored' \
+OLDEST_TESTS := --thin 4 -W ignore::DeprecationWarning -k 'import or nnx or linen or optax or restored' \
                 $(patsubst %,tests/test_%.py,import nnx optax checkpoint flash_frameworks)
 oldest: $(VENV)/test.done  ## Run some tests with the oldest packages that pyproject.toml allows.
 	$(call beside,$(OLDEST_VENV))

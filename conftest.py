@@ -68,26 +68,8 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported by now stays
 
 
-# Arithmetic and messages of mpx, through JAX functions that do not change: the CI runs
-# them on one version, as it does with tests that are marked `long`.
-_ON_ONE_JAX = {
-    "test_cast",
-    "test_compat_jmp",
-    "test_examples",
-    "test_flash",
-    "test_flash_clip",
-    "test_flash_errors",
-    "test_flash_options",
-    "test_formats",
-    "test_loss_scaling",
-    "test_testing",
-    "test_tree",
-    "test_update_errors",
-}
-
-
 def pytest_addoption(parser):
-    help = "run one case in this many of each test, and one at least"
+    help = "run one case in this many of each file, and all that are marked `slow`"
     parser.addoption("--thin", type=int, default=1, help=help)
     help = "run all combinations of parameters, and more random cases"
     parser.addoption("--exhaustive", action="store_true", help=help)
@@ -101,8 +83,6 @@ def pytest_collection_modifyitems(config, items):
         if isinstance(item, pytest.DoctestItem):
             # Examples show what a user runs, and `optax.adam` needs promotion.
             item.add_marker("standard_promotion")
-        elif item.path.stem in _ON_ONE_JAX:
-            item.add_marker("long")
     result = yield  # what `-m` and `-k` select, of which the rest makes a choice
     if not config.getoption("exhaustive"):
         _keep(config, items, set(_sums(items)))
@@ -154,11 +134,15 @@ def _sums(items):
 
 
 def _thin(config, items, step):
-    # Not always the first case: that is often the simplest.
+    files = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            files.setdefault(item.path, []).append(item)
     left_out = {
         item
-        for name, cases in _cases(items).items()
-        for index, item in enumerate(cases, start=zlib.crc32(name.encode()))
+        for path, cases in files.items()
+        # Not always the first case: that is often the simplest.
+        for index, item in enumerate(cases, start=zlib.crc32(path.stem.encode()))
         if index % min(step, len(cases))
     }
     _keep(config, items, set(items) - left_out)

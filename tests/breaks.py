@@ -745,6 +745,7 @@ def survives(item: Break) -> str | None:
     """Applies a break to a copy of the package; returns what is wrong if not a red test."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += [f"tests/test_{item.test}.py", "--no-header", "--tb=no"]
+    command += ["-m", "not gpu_compile"]  # with what is slow
     command += ["-k", item.select] if item.select else []
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)

@@ -26,7 +26,7 @@ def test_the_table_lists_every_script_and_no_other():
     assert sorted(listed) == sorted(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_kernel_in_the_interpreter_passes_the_check():
     command = [sys.executable, str(BENCHMARKS / "kernel_check.py"), "--tiny", "--huge"]
     command += ["--only", "adamw, 24"]
@@ -164,7 +164,7 @@ def test_weights_that_start_off_the_grid_follow_f32_in_the_guide(drift):
         assert grid < 0.6 or steps > 100
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_the_study_gives_the_numbers_of_the_guide(drift):
     rows = rows_of_the_guide(drift)

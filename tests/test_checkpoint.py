@@ -850,7 +850,7 @@ def job(tmp_path_factory):
     return folder, [json.loads(line) for (line,) in lines]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_process_gets_the_state_back(job):
     for found in job[1]:
         values = {key: value for key, value in found.items() if key.startswith("equal")}
@@ -858,7 +858,7 @@ def test_each_process_gets_the_state_back(job):
         assert all(values.values()), values
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_processes_fail_together(job):
     first, second = job[1]
     for found in (first, second):
@@ -874,7 +874,7 @@ def test_processes_fail_together(job):
     assert second["other kind"].startswith("TypeError: `w` is a ShapeDtypeStruct")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_job_that_is_to_end_saves_its_last_step_on_all_processes(job):
     first, second = job[1]
     assert first["preempted"] == second["preempted"] >= 2

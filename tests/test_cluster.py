@@ -171,7 +171,7 @@ def outputs(tmp_path_factory):
     return [said(f"second-{number}") for number in range(2)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_resumed_job_ends_with_the_bits_of_the_undisturbed_one(outputs):
     for number, output in enumerate(outputs):
         states = re.findall(rf"process {number}: state (\w{{16}})", output)
@@ -180,7 +180,7 @@ def test_resumed_job_ends_with_the_bits_of_the_undisturbed_one(outputs):
     assert re.search(r"resumed after step [12]\n", outputs[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_processes_hold_the_same_state_and_the_first_reports(outputs):
     first, second = outputs
     assert len({*re.findall(r"state (\w+)", first + second)}) == 1
@@ -189,7 +189,7 @@ def test_processes_hold_the_same_state_and_the_first_reports(outputs):
     assert not re.search(r"^step", second, re.MULTILINE)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_doctor_passes_processes_that_agree(outputs):
     first, second = (x.split("status ") for x in outputs)
     assert first[1][0] == second[1][0] == "0"
@@ -200,7 +200,7 @@ def test_doctor_passes_processes_that_agree(outputs):
     assert {x["name"] for x in found["checks"]} >= {"skips", "wire of an FSDP step"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_doctor_fails_on_all_processes_if_one_has_another_jax(outputs):
     first, second = (x.split("status ") for x in outputs)
     assert first[2][0] == second[2][0] == "1"
@@ -209,7 +209,7 @@ def test_doctor_fails_on_all_processes_if_one_has_another_jax(outputs):
     assert checks[1]["figures"].endswith("but jax 0.1 on process 1")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_inspections_work_on_every_process(outputs):
     x = np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4)
     loss = round(float(np.mean((x @ np.ones((4, 4))) ** 2)), 4)

@@ -35,7 +35,6 @@ from models import equations, multiplied
 pytestmark = [
     # As users run it: f32 inputs times bf16 parameters, and optax.
     pytest.mark.standard_promotion,
-    pytest.mark.long,
 ]
 
 

@@ -20,8 +20,6 @@ import mpx
 from mpx.compat import flashoptim
 from mpx.testing import assert_trees_equal
 
-pytestmark = pytest.mark.long
-
 BF16 = np.dtype(jnp.bfloat16)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 MANTISSA_AND_BIAS = {BF16: (7, 127), F16: (10, 15)}

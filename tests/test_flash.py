@@ -647,7 +647,6 @@ def slopes(y, x):
 
 
 @pytest.mark.some(1)
-@pytest.mark.long
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
 def test_momentum_follows_a_slow_average(b2):
@@ -667,7 +666,6 @@ def test_momentum_follows_a_slow_average(b2):
 
 
 @pytest.mark.some(1)
-@pytest.mark.long
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
 def test_momentum_forgets_what_was(b2):
@@ -696,7 +694,6 @@ def after_a_change(rounding, b2):
     return np.sqrt(np.mean(np.square(error))), np.mean(slopes(error, np.log(before)))
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("optimized_programs")
 def test_second_moments_forget_what_was():
     off, held = after_a_change("dithered", 0.999)

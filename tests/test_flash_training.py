@@ -23,7 +23,7 @@ import mpx
 from mpx._quant._codecs import Quantized
 
 # Default promotion for `optax.apply_updates`.
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.long]
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
 
 SEEDS, BATCH, DECAY, MOMENTUM = 3, 32, 1e-2, 0.9
 

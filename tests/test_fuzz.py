@@ -28,9 +28,6 @@ F16, F32, F64 = map(np.dtype, ("float16", "float32", "float64"))
 TREES, EXHAUSTIVE, FOREST = 1000, 10_000, 50
 
 
-pytestmark = pytest.mark.long
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _without_type_checks():
     # They take four times as long as what they check. Every other test has them.

@@ -50,7 +50,6 @@ def test_unfused_programs_round_after_each_operation():
 
 # Rules and codecs do not know of each other: one rule with all codecs, and all rules.
 @pytest.mark.some(3)
-@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
     plan = make_plan(RULES["adamw"], correction, format)
@@ -96,7 +95,6 @@ def test_blocks_are_masked_if_the_last_one_is_not_full(monkeypatch, shape):
 
 
 @pytest.mark.some(1)
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "grad_dtype"),
     [((96,), jnp.float16), ((3, 5, 32), jnp.float32)],  # others have bf16 and two axes
@@ -108,7 +106,6 @@ def test_any_gradient_dtype_and_rank(shape, grad_dtype):
 
 
 @pytest.mark.some(1)
-@pytest.mark.long
 @pytest.mark.parametrize("group", [2, 256])
 def test_any_group_size(group):
     plan = make_plan(RULES["adamw"], group=group)

@@ -28,9 +28,6 @@ from quant_cases import (
     moments,
 )
 
-pytestmark = pytest.mark.long
-
-
 # --- moments --------------------------------------------------------------------------
 
 

@@ -27,9 +27,6 @@ from quant_cases import (
     round_trip,
 )
 
-pytestmark = pytest.mark.long
-
-
 # --- master weights -------------------------------------------------------------------
 
 

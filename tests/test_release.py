@@ -215,7 +215,6 @@ def test_models_step_as_without_release(name):
 
 
 @pytest.mark.some(1)
-@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_optimizers_step_as_without_release(name):
     optimizer, dtype = CASES[name]

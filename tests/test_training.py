@@ -26,7 +26,7 @@ from mpx.compat import jmp
 
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.long,
+    pytest.mark.slow,
 ]
 
 SAMPLES, BATCH, STEPS = 512, 32, 200
