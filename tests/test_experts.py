@@ -194,7 +194,6 @@ SECOND = {
 }
 
 
-@pytest.mark.some(1)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", SECOND)

@@ -359,7 +359,7 @@ BAD_ARGUMENTS = {
     ),
     "min_gain -1": ({"min_gain": -1}, ValueError, "or 0 to change all matmuls, but -1"),
     "params 1.0": ({"params": 1.0}, TypeError, "`params` must be the position or the"),
-    "params None": ({"params": [0, None]}, TypeError, "or several, but None was given"),
+    "params None": ({"params": [0, None]}, TypeError, r"but \[0, None\] was given"),
     "func 3": ({"func": 3}, TypeError, "`fp8` takes a function, .* but 3 was given"),
     "func class": (
         {"func": DelayedScaling},

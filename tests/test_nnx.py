@@ -466,7 +466,10 @@ def product_dtypes(policy, x):
         (nnx.LayerNorm, {"bfloat16"}, "bfloat16"),
         (Head, {"bfloat16", "float32"}, "bfloat16"),
         (nnx.Linear, {"float32"}, "bfloat16"),
-        ("^linear/", {"float32"}, "float32"),
+        pytest.param(
+            *("^linear/", {"float32"}, "float32"),
+            marks=pytest.mark.filterwarnings("ignore:.*all their matmuls run in f32"),
+        ),
     ],
     ids=["nothing", "norm", "head", "all linear layers", "name"],
 )
