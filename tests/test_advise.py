@@ -177,6 +177,7 @@ DTYPES = {
 EDGES = [0.0, -1e30, jnp.inf, -jnp.inf, 1e-30, 65519.0, 65520.0, -7e4, 3e-8, 2.9e-8]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", DTYPES)
 def test_rounding_is_that_of_a_cast(name):
     x = jnp.ravel(draw(5, 7, 300) * jnp.exp(draw(6, 7, 300, scale=40.0)))
@@ -240,6 +241,7 @@ def with_relu(params, x, y):
     return jnp.mean(jnp.square(h @ params["b"] - y))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("loss", [cancelling, with_relu])
 def test_errors_that_no_derivative_predicts_are_seen(loss):
     found = mpx.inspect.advise(loss, PARAMS, X, Y, formats=["bf16"])
@@ -417,6 +419,7 @@ def test_flax_models_are_taken_whole(make):
     assert all(x.errors["bf16"] < predicted for x in rows.values())
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_advice_for_sharded_arguments_is_that_for_one_device(kind):

@@ -394,13 +394,13 @@ def check_compiled(name, contexts):
         check(name, context, out, jaxpr)
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_amp_of_a_function_runs_its_matmuls_low_and_keeps_its_types(name):
     check_compiled(name, [c for c in TOGETHER if c not in CASES[name].refused])
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_amp_of_a_function_runs_low_on_each_device(name):
     check_compiled(name, ["shard_map"])
@@ -414,7 +414,7 @@ EAGER = [
 ]
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "context"), EAGER)
 def test_amp_of_a_function_runs_low_op_by_op(name, context):
     func, args = CONTEXTS[context](bf16(CASES[name].func)), (CASES[name].params, X[0])
@@ -461,7 +461,7 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_function_with_nothing_to_cast_comes_back_bit_for_bit(name):
     func, args = UNCHANGED[name]
@@ -745,6 +745,7 @@ STEPS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_gradient_with_loss_scaling_does_not_cast_the_inputs_again(name):
     step, scaling = STEPS[name](bf16(loss)), mpx.StaticLossScaling(2.0**6)

@@ -142,6 +142,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -193,7 +194,7 @@ FORMS = {
 }
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_call_is_right_and_becomes_a_call_of_cudnn(name):
@@ -238,7 +239,7 @@ BIASES = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of all"])
 @pytest.mark.parametrize("name", BIASES)
@@ -314,7 +315,7 @@ SIMULATED = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     options, extras = SIMULATED[name]
@@ -367,7 +368,7 @@ BATCHED = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", BATCHED)
 def test_vmap_makes_the_batch_larger(name):
@@ -419,6 +420,7 @@ MORE = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", MORE)
 def test_other_derivatives_take_the_plain_operations(name):
@@ -515,6 +517,7 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_jax_does_not_ask_of_cudnn_is_padded_or_masked(name):
@@ -573,6 +576,7 @@ def shape_of(jaxpr):
     ]
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", FORMS)
 def test_without_a_gpu_nothing_changes(name):
     options, args = FORMS[name]

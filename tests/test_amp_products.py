@@ -99,7 +99,7 @@ ROPE = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ROPE)
 def test_rotary_embedding_is_that_of_f32_at_2048_positions(name):
     q = normal(0, 2048, 32)

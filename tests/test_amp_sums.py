@@ -114,7 +114,7 @@ def assert_close(grads, exact, params):
         assert error < 2.0**-8, (key, error)
 
 
-@pytest.mark.some(12)
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
@@ -142,6 +142,7 @@ def bare(table):
     return jnp.sum(table[INDICES].astype(jnp.float32) * OFFSET)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_table_by_itself_has_one_scatter_in_f32(dtype):
     table = jnp.ones((4, D), dtype)

@@ -84,6 +84,7 @@ STORED = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion  # as a user runs it
 @pytest.mark.parametrize(("where", "allowed"), STORED.values(), ids=STORED)
 def test_the_check_allows_one_code_and_no_more(judged, where, allowed):

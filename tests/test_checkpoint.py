@@ -123,6 +123,7 @@ def structs(tree):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("template", [lambda x: x, structs], ids=["arrays", "structs"])
 def test_every_state_comes_back_bit_for_bit(saved, template):
@@ -313,7 +314,7 @@ def on_eight(tmp_path_factory):
         return folder, state
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shapes", [False, True], ids=["arrays", "shapes"])
 @pytest.mark.parametrize("case", MESHES.values(), ids=MESHES)
 def test_state_is_restored_to_another_mesh(on_eight, case, shapes):
@@ -387,6 +388,7 @@ with mpx.checkpoint.Checkpointer(sys.argv[1], keep=1) as checkpoints:
 """
 
 
+@pytest.mark.slow
 def test_others_read_while_a_process_writes_and_write_when_it_is_killed(tmp_path):
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     worker = subprocess.Popen(
@@ -625,6 +627,7 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_full_disk_is_heard_and_the_checkpoint_before_stays(tmp_path, asynchronous):
     states = [{"w": np.asarray(normal(i, 2**17)), "i": i} for i in range(3)]
@@ -1001,6 +1004,7 @@ def base_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("template", "parts"), MISMATCHES.values(), ids=MISMATCHES)
 def test_mismatch_names_the_leaf_and_the_remedy(base_folder, template, parts):
     with pytest.raises(ValueError, match="does not fit the template") as error:

@@ -221,6 +221,7 @@ def test_inspections_work_on_every_process(outputs):
 # --- One process -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_bad_step_changes_nothing_and_sharding_stays(train):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -255,6 +255,7 @@ step_of_the_original = jax.jit(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("format", ["flashoptim", "mpx"])
 def test_training_goes_on_in_mpx(format):
@@ -322,6 +323,7 @@ def test_state_of_mpx_can_be_exported():
         flashoptim.from_mpx(params, state)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("make", "state_type"),
     [
@@ -388,7 +390,7 @@ def test_usage_example_runs(make):
     assert np.all(np.asarray(new_params["b"]) < 0)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", STATE_DICTS)
 def test_checkpoint_example_runs(name):
     save, load = STATE_DICTS[name]
@@ -490,6 +492,7 @@ def test_f32_step_is_that_of_optax(make, reference):
     )
 
 
+@pytest.mark.slow
 def test_step_follows_the_formulas_of_the_original():
     """One step of AdamW in f64, from a checkpoint of the original."""
     params, state = original_checkpoint()
@@ -529,7 +532,7 @@ def test_step_follows_the_formulas_of_the_original():
         assert np.mean(ours == codes) > 0.99 or exact.size < 100
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @EVERY
 def test_step_can_be_compiled_and_donated(make):
     params = {
@@ -548,6 +551,7 @@ def test_step_can_be_compiled_and_donated(make):
     assert state.ecc["s"].dtype == np.int8  # the original loses it
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("library", [flashoptim, mpx.optim], ids=["flashoptim", "mpx"])
 def test_second_step_finds_the_compiled_first(library):
     params = {"w": jnp.ones((64, 64), BF16), "b": jnp.ones(3)}

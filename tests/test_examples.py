@@ -262,6 +262,7 @@ def tiny(digits, monkeypatch):
     monkeypatch.setitem(digits.PRESETS, "digits", preset)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # as a user runs it
 def test_the_demo_shows_what_it_promises(digits, tiny, tmp_path, capsys):
     results = {}

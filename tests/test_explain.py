@@ -80,7 +80,7 @@ FAST_MODELS = (
 pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", FAST_FAULTS)
 def test_planted_fault_is_named_with_its_place_and_kind(name):
     planted = faults.PLANTED[name]
@@ -90,7 +90,7 @@ def test_planted_fault_is_named_with_its_place_and_kind(name):
     assert found.fault.remedy
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", FAST_MODELS)
 def test_healthy_model_raises_no_alarm(name):
     found = scoreboard.explained(faults.HEALTHY[name]())
@@ -300,6 +300,7 @@ def test_nothing_wrong_says_what_was_looked_at():
     assert "bf16" in text
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
 def test_fault_is_found_through_a_wrapped_loss(wrap):
     assert explain(wrap(naive), *NAIVE).fault.place.primitive == "exp"

@@ -129,6 +129,7 @@ def test_finite_flags_agree_with_the_counts():
     assert stats.nonfinite.tolist() == [0, 1, 1]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [(), (0, 64), (33,), (7, 96), (3, 5, 256), (2, 640)])
 def test_accelerators_count_as_numpy_does(shape):
     x = values(shape)
@@ -180,6 +181,7 @@ def collectives(text):
     return {kind: found.count(kind) for kind in kinds if kind in found}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y"), P()])
 def test_sharded_leaves_are_counted_where_they_are(kind, spec):
@@ -322,7 +324,7 @@ def test_unknown_format_is_reported(untyped):
 # --- Pictures -------------------------------------------------------------------------
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("count", [0, 1, 12])
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_histograms_are_drawn_below_the_formats(count, scale):

@@ -28,6 +28,7 @@ def make_tree(dtype="float32"):
 VALUES = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "huge": None}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", VALUES)
 def test_one_number_is_wrong_at_one_step(kind, dtype):
@@ -212,6 +213,7 @@ def test_every_fault_is_skipped_exactly(faults, which):
     assert found.faults == found.skipped == found.healthy == 12
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_burst_of_faults_leaves_the_next_step_as_it_was(faults):
     benchmark, steps = faults
@@ -237,6 +239,7 @@ def test_the_count_sees_a_library_that_does_not_skip(faults):
     assert found.corrupted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_records_of_processes_are_compared_step_by_step(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -165,7 +165,7 @@ def test_rules_are_those_of_f64_and_of_optax(name):
     np.testing.assert_allclose(new, np.asarray(theirs), rtol=0, atol=2 * tolerance)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, BF16) for name in RULES), ("adamw", F16)]
 )
@@ -289,6 +289,7 @@ def test_a_step_that_is_not_finite_changes_no_byte(name):
     assert not np.array_equal(good.params["f"], before.params["f"])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "value"),
     [*((name, np.inf) for name in KINDS), ("adamw", -np.inf), ("adamw", np.nan)],
@@ -439,7 +440,7 @@ def curve(name):
     return run
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion  # of optax
 @pytest.mark.parametrize("factor", FACTORS)
 def test_loss_times_a_factor_has_the_curve_of_optax(factor):
@@ -473,6 +474,7 @@ def test_grad_scale_multiplies_the_gradients(name):
     )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_count_that_can_grow_no_further_stays_and_steps_are_finite(name):
     tx, params, grads = kind(name), mixed(), mixed(10)
@@ -502,7 +504,7 @@ def after_two_steps(tx: Any, params: Any, scale: Any) -> Any:
     return jnp.sum(params.astype(F32))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("derivative", "dtype", "options"),
     [
@@ -589,7 +591,7 @@ DRIFTS = {
 }
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("case", DRIFTS.values(), ids=DRIFTS)
 def test_weights_of_24_bits_move_as_those_of_f32_do(case):
@@ -665,6 +667,7 @@ def test_momentum_follows_a_slow_average(b2):
         assert np.max(np.abs(ratio - 1)) < 2.0**-5
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
@@ -694,6 +697,7 @@ def after_a_change(rounding, b2):
     return np.sqrt(np.mean(np.square(error))), np.mean(slopes(error, np.log(before)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_second_moments_forget_what_was():
     off, held = after_a_change("dithered", 0.999)
@@ -703,6 +707,7 @@ def test_second_moments_forget_what_was():
     assert off < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_rounded_to_nearest_second_moments_do_not_forget():
     """What dithering is for. The guide says so."""

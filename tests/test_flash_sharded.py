@@ -173,6 +173,7 @@ def test_every_array_of_the_state_is_sharded_like_its_parameter(axis_type, spec,
     assert found == []
 
 
+@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_a_start_from_f32_weights_is_sharded_like_them(axis_type, jit):
@@ -216,7 +217,7 @@ def check_steps(name, shape, mesh, spec, *, finite=None):
     return second_step(step, name, shape, mesh, spec)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @each_axis_type
 @each_layout
 def test_sharded_step_is_local_in_place_and_that_of_one_device(axis_type, spec):
@@ -244,6 +245,7 @@ def test_large_parameters_step_locally(axis_type, layout):
     assert check_steps("adamw", LARGE, make_mesh(axis_type), LAYOUTS[layout]) == []
 
 
+@pytest.mark.some(1)
 @each_axis_type
 def test_a_flag_keeps_the_step_local(axis_type):
     mesh = make_mesh(axis_type)
@@ -331,6 +333,7 @@ def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type)
     assert master["w"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @each_axis_type
 def test_small_and_f32_parameters_step_locally(axis_type):
@@ -379,7 +382,7 @@ def specs_of(optimizer, shape, mesh, spec):
     return jax.tree.map(lambda x: x.sharding.spec, (params, optimizer.init(params)))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize(
     ("layout", "check_vma"),

@@ -116,7 +116,7 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_parameter_is_followed_through(name):
     func, matmuls = FOLLOWED[name]
@@ -245,6 +245,7 @@ PURPOSES = {
 PERMUTATION = jnp.asarray([(5 * i) % 32 for i in range(32)])
 
 
+@pytest.mark.some(5)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("scope", ["", "head", "Classifier/embed", "router"])
 @pytest.mark.parametrize("name", PURPOSES)
@@ -318,6 +319,7 @@ def test_amp_stop_keeps_fp8_out():
 # --- which argument -------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("params", [1, "p", -1, [1], ("p",)])
 def test_params_names_the_argument(params):
     func = lambda x, p: x @ p  # noqa: E731
@@ -517,7 +519,7 @@ def exact_linear(p, x):
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
 def test_sharded_over_eight_devices_is_one_device(kind, spec):
@@ -599,6 +601,7 @@ def test_amp_inside_makes_an_f32_model_eligible():
     assert count_f8(jax.grad(loss), p, x) == 6
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_f32_model_runs_under_amp_by_itself(around):
     p, x = f32_problem()
@@ -663,6 +666,7 @@ def test_overflow_is_seen_by_loss_scaling():
     assert not bool(result.finite)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "recipe",
     [CurrentScaling(), StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=8.0)],

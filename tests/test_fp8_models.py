@@ -207,7 +207,7 @@ def prepared(name):
     return loss, params, count, gradient(params, X)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", MODELS)
 def test_unmodified_model(name):
@@ -259,6 +259,7 @@ def test_equinox_module_itself_can_be_called():
     assert distance(out.astype(jnp.float32), batched(X)) <= expected_error(2)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("cast", [mpx.amp, lambda f: f], ids=["amp", "by itself"])

@@ -236,6 +236,7 @@ def test_a_step_is_exported_for_gpus_that_are_not_here():
     assert [x.shape for x in export.call(*args)] == [x.shape for x in step(*args)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("shape", "compression"),
     [
@@ -267,7 +268,7 @@ def steps_on_one_device():
     return take_steps(plain, *make_model((16, 512), leaves=2), finite=jnp.array(True))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("axis_type", "spec"), LAYOUTS.values(), ids=LAYOUTS)
 def test_each_device_steps_its_shards(kernel_on_cpus, axis_type, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)

@@ -318,7 +318,7 @@ def test_tracers_do_not_outlive_f32_weight_gradients(name):
     trace_and_check(jax.grad(bf16(func, reduce_dtype="f32")), (params, X))
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:.*the optimizer keeps no master weights")
 @pytest.mark.parametrize("name", STEPS)

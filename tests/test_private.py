@@ -75,6 +75,7 @@ print(json.dumps([attempt(*pair) for pair in json.loads(sys.argv[1])]))
 """
 
 
+@pytest.mark.slow
 def test_missing_feature_leaves_import_gradients_and_steps_right():
     """All names of a feature are looked up at once: its first stands for the others."""
     pairs = [(key, x.names[0]) for key, x in _private.FEATURES.items()]

@@ -205,7 +205,7 @@ def assert_same_steps(func, optimizer, params, *args, steps=2):
 # --- numbers --------------------------------------------------------------------------
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_step_as_without_release(name):
     params = make_params(F32 if name == "amp" else BF16)
@@ -437,6 +437,7 @@ def times(x, factor):
 times.defvjp(lambda x, f: (x, f), lambda f, g: (g * f, None))
 
 
+@pytest.mark.slow
 def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
     params = make_params() | {"poison": jnp.zeros((LAYERS, WIDTH), BF16)}
 
@@ -582,7 +583,7 @@ def test_a_step_without_any_number_counts_as_it_does_without_release(params):
     assert got.finite
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint, jax.jit])
 def test_a_scan_over_no_layers_steps_as_without_release(wrap):
     optimizer = OPTIMIZERS["without moments"]

@@ -154,7 +154,7 @@ def on_one_device(name):
     return train(name)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("layout", "name", "kind"), CASES, ids=str)
 def test_eight_devices_train_like_one(layout, name, kind):
     skips, values, params = train(name, layout, kind)
@@ -260,6 +260,7 @@ def test_each_leaf_is_cut_along_its_largest_axis_that_divides():
         mpx.fsdp_shardings(shapes, mesh, "x")
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("way", ["eager", "jit", "shapes"])
 def test_compressed_states_follow_their_parameters(way):

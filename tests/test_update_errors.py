@@ -102,7 +102,7 @@ def test_what_is_no_optimizer_is_refused(optimizer, momentum):
         mpx.optimizer_update(params, optimizer, state, grads, True)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("skip", [*SKIPS, "never"])
 @pytest.mark.parametrize("name", ["adamw", "clip and schedule", "MultiSteps", "sgd"])
 def test_state_made_for_integer_leaves_takes_the_step_of_the_others(name, skip):
@@ -267,6 +267,7 @@ def test_flax_optimizers_of_16_bit_parameters_warn_too():
         mpx.optimizer_update(model, optimizer, None, grads, True)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "optimizer",
     [

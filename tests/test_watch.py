@@ -330,6 +330,7 @@ def test_writers_get_the_numbers_of_each_step():
     assert calls == [7]
 
 
+@pytest.mark.slow
 def test_tensorboard_files_are_written(tmp_path):
     tensorboard = pytest.importorskip("tensorboardX")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
