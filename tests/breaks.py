@@ -508,6 +508,14 @@ BREAKS = [
         "",
     ),
     Break(
+        "scores stay where the bias of a row hides them",
+        "_ops",
+        "jnp.abs(highest) >= _ABSORBING",
+        "jnp.isnan(highest)",
+        "amp_attention",
+        "rounding_of_a_bias",
+    ),
+    Break(
         "the mask of attention is ignored",
         "_ops",
         'extras.get("mask"),\n        scale',

@@ -419,7 +419,6 @@ def test_flax_models_are_taken_whole(make):
     assert all(x.errors["bf16"] < predicted for x in rows.values())
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_advice_for_sharded_arguments_is_that_for_one_device(kind):

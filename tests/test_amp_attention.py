@@ -271,6 +271,29 @@ def test_bias_gets_its_gradient(name, transform):
 # --- What 16 bits make of a bias ------------------------------------------------------
 
 
+@jax.custom_vjp
+def mixed(scores, v):
+    """Mixes values by a softmax, whose weights the backward kernel computes again."""
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def mixed_backward(kept, grad):
+    scores, v, out, logsumexp = kept
+    weights = jnp.exp(scores - logsumexp)
+    mean = jnp.einsum("bthd,bthd->bht", grad, out)[..., None]
+    of_scores = weights * (jnp.einsum("bthd,bshd->bhts", grad, v) - mean)
+    return of_scores, jnp.einsum("bhts,bthd->bshd", weights, grad)
+
+
+def mixed_forward(scores, v):
+    logsumexp = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    out = mixed(scores, v)
+    return out, (scores, v, out, logsumexp)
+
+
+mixed.defvjp(mixed_forward, mixed_backward)
+
+
 def simulated(query, key, value, bias=None, mask=None, *, scale, is_causal, **options):
     """cuDNN's kernel as JAX calls it: a bias of 16 bits, to which masks are added."""
     groups = query.shape[2] // key.shape[2]
@@ -287,8 +310,7 @@ def simulated(query, key, value, bias=None, mask=None, *, scale, is_causal, **op
     if is_causal:
         before = np.tril(np.ones(scores.shape[2:], bool))[None, None]
         scores = jnp.where(before, scores, -jnp.inf)
-    out = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
-    return out.astype(query.dtype)
+    return mixed(scores, v).astype(query.dtype)
 
 
 NOISE = np.asarray(normal(6, 1, HEADS, LENGTH, LENGTH))
@@ -315,7 +337,6 @@ SIMULATED = {
 }
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     options, extras = SIMULATED[name]
@@ -342,7 +363,7 @@ def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     )
     actual = jax.jit(simulating)(cotangent, *given)
     for i, (got, x) in enumerate(zip(actual, expected, strict=True)):
-        if i == 2 and name == "a row of two masks":
+        if i == 2 and name in ("a row of a mask", "a row of two masks"):
             continue  # the queries of such a row are 0, so that keys get nothing from it
         np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
         got, x = (np.nan_to_num(np.asarray(y, np.float64)) for y in (got, x))

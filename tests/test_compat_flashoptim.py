@@ -255,7 +255,6 @@ step_of_the_original = jax.jit(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("format", ["flashoptim", "mpx"])
 def test_training_goes_on_in_mpx(format):
@@ -492,7 +491,6 @@ def test_f32_step_is_that_of_optax(make, reference):
     )
 
 
-@pytest.mark.slow
 def test_step_follows_the_formulas_of_the_original():
     """One step of AdamW in f64, from a checkpoint of the original."""
     params, state = original_checkpoint()

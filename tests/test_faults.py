@@ -213,7 +213,6 @@ def test_every_fault_is_skipped_exactly(faults, which):
     assert found.faults == found.skipped == found.healthy == 12
 
 
-@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_burst_of_faults_leaves_the_next_step_as_it_was(faults):
     benchmark, steps = faults
@@ -239,7 +238,6 @@ def test_the_count_sees_a_library_that_does_not_skip(faults):
     assert found.corrupted > 0
 
 
-@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_records_of_processes_are_compared_step_by_step(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -333,7 +333,6 @@ def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type)
     assert master["w"].dtype == jnp.float32
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @each_axis_type
 def test_small_and_f32_parameters_step_locally(axis_type):

@@ -259,7 +259,6 @@ def test_equinox_module_itself_can_be_called():
     assert distance(out.astype(jnp.float32), batched(X)) <= expected_error(2)
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("cast", [mpx.amp, lambda f: f], ids=["amp", "by itself"])

@@ -367,7 +367,6 @@ def check_cast_scale_and_select(seed, planned, scaling):
     compare(seed, planned, a, mpx.select_tree(pred, a, b), selected, flag)
 
 
-@pytest.mark.slow
 def test_cast_scale_and_select_change_only_what_they_should(pytestconfig):
     scaling = mpx.DynamicLossScaling.pow2(SCALE)
     trees = EXHAUSTIVE if pytestconfig.getoption("exhaustive") else TREES
@@ -405,7 +404,6 @@ def all_bits(tree):
 rounds_updates = pytest.mark.filterwarnings("ignore:.*keeps no master weights")
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @rounds_updates
 @pytest.mark.parametrize(

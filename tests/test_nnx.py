@@ -78,7 +78,6 @@ def run(model, *args, loss=loss_fn, has_aux=True, scaling=None, **options):
 # --- The same as nnx.value_and_grad ---------------------------------------------------
 
 
-@pytest.mark.slow
 def test_f32_step_is_that_of_nnx(batch):
     # Without jit, which may fuse the two programs differently: bit for bit.
     ours, theirs = Model(), Model()

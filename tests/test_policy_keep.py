@@ -418,7 +418,6 @@ def linen_model(dtypes):
     return Net().init(KEY, SMALL), apply, Norm
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("make", [haiku_model, linen_model])

@@ -229,7 +229,6 @@ WRONG_BEFORE = [14, 28, 35, 40, 51, 54, 60, 61, 67, 74, 89, 91, 94]
 SEEDS = [*range(14), *WRONG_BEFORE]
 
 
-@pytest.mark.slow
 def test_programs_that_are_fused_do_not_change_their_results():
     """What is not fused runs as written. Other seeds: `is_fused(draw(n))`, `check`."""
     fused = [program for program in map(draw, SEEDS) if is_fused(program)]

@@ -437,7 +437,6 @@ def times(x, factor):
 times.defvjp(lambda x, f: (x, f), lambda f, g: (g * f, None))
 
 
-@pytest.mark.slow
 def test_only_layers_with_gradients_that_are_not_finite_are_left_alone():
     params = make_params() | {"poison": jnp.zeros((LAYERS, WIDTH), BF16)}
 

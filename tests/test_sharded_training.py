@@ -260,7 +260,6 @@ def test_each_leaf_is_cut_along_its_largest_axis_that_divides():
         mpx.fsdp_shardings(shapes, mesh, "x")
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("way", ["eager", "jit", "shapes"])
 def test_compressed_states_follow_their_parameters(way):

@@ -20,7 +20,6 @@ FAST = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", FAST)

@@ -161,24 +161,20 @@ def _fitting(query: Array, bias: Array, visible: Array | None) -> tuple[Array, A
     bias of a key that it sees becomes 0: lower ones have less weight, the less exact they
     are.
     """
-    fixed = lax.stop_gradient(bias)
-    highest = lowest = fixed
+    highest = lax.stop_gradient(bias)
     if visible is not None:
         # One bias stays one for the whole batch: cuDNN has the gradient of no other.
         shared = [i for i in (0, 1) if bias.shape[i] == 1]
         visible = jnp.any(visible, axis=shared, keepdims=True)
-        highest, lowest = (jnp.where(visible, fixed, x) for x in (-jnp.inf, jnp.inf))
+        highest = jnp.where(visible, highest, -jnp.inf)
     highest = jnp.max(highest, axis=-1, keepdims=True)
-    lowest = jnp.min(lowest, axis=-1, keepdims=True)
     if visible is not None:
         highest = jnp.where(jnp.any(visible, axis=-1, keepdims=True), highest, 0.0)
-    least = _LEAST[query.dtype.name]
-    shifted = jnp.maximum(bias - highest, least)
-    # Beside such numbers f32 keeps nothing of scores. A row of one of them stays one.
-    is_lost = jnp.abs(highest) >= _ABSORBING
-    is_one = is_lost & (highest == lowest) & jnp.isfinite(highest)
-    shifted = jnp.where(is_one, shifted + least, shifted)
-    is_lost = (is_lost & ~is_one).swapaxes(1, 2)
+    shifted = jnp.maximum(bias - highest, _LEAST[query.dtype.name])
+    # Beside such numbers f32 keeps nothing of scores, and the kernel, which computes the
+    # weights again from the logsumexp, not even their sum. Such scores are 0 here: the
+    # query gets its gradient, keys get nothing from it.
+    is_lost = (jnp.abs(highest) >= _ABSORBING).swapaxes(1, 2)
     query = jnp.where(is_lost, query - lax.stop_gradient(query), query)
     return query, convert_dtype(shifted, query.dtype)
 
