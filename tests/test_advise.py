@@ -489,3 +489,14 @@ def test_advice_exports_to_json():
 def test_wrong_arguments_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_progress_is_shown_on_terminals_only(capsys, monkeypatch):
+    mpx.inspect.advise(plain, PARAMS, X, Y, formats=["bf16"])
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    mpx.inspect.advise(plain, PARAMS, X, Y, formats=["bf16"])
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert "advise: gradient 2" in found.err
+    assert found.err.endswith("\r\x1b[K")

@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user, however deep in JAX they are made."""
+"""Warnings that name the line of the user, and lines that say how far long work is."""
 
 import pathlib
 import sys
@@ -23,3 +23,10 @@ def warn(message: str) -> None:
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, RuntimeWarning, *place, registry=registry)
+
+
+def tell(step: str) -> None:
+    """Shows how far long work is: a line in place of the last one, on a terminal only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{step}")
+        sys.stderr.flush()

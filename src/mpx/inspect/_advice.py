@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import PyTree
 
 from mpx._casting._context import gradient_function
+from mpx._jax._warn import tell
 from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._emulation import change
 from mpx.inspect._policies import (
@@ -178,6 +179,7 @@ class Bench:
     def error(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the gradient under a policy."""
         if policy not in self.errors:
+            tell(f"advise: measuring {policy}")
             (func, args, kwargs), scaling = self._study.call, None
             if policy.half == "f16":
                 scaling = StaticLossScaling(self._study.scale)
@@ -347,6 +349,7 @@ def advise(
         candidates = measure_all(study, wanted, limit)
         policy, remark = choose(candidates, limit)
     groups = [_advice(study, label, formats) for label in study.labels]
+    tell("")
     return Advice(
         groups=tuple(sorted(groups, key=lambda row: -row.errors[formats[0]])),
         proposals=proposals,

@@ -13,6 +13,7 @@ from mpx._casting._context import is_amp
 from mpx._fp8 import Fp8Function, fp8
 from mpx._jax._compat import primitive_name
 from mpx._jax._devices import H200
+from mpx._jax._warn import tell
 from mpx._program._queries import MATMULS, flops, walk
 from mpx.inspect._emulation import Change, Emulation, Rounded, change
 from mpx.inspect._groups import Keep, label_of
@@ -126,6 +127,7 @@ class Study:
             )
         self.call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
         with_fp8 = any(x in formats for x in EIGHTS)
+        tell("advise: tracing the function")
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
         self.groups, traced = self.emulation.groups, self.emulation.program
         if any(not hasattr(x, "__array__") for x in traced.arrays):
@@ -164,6 +166,7 @@ class Study:
     def change(self, rounds: Rounded) -> Change:
         """Returns what some rounding does to the gradient; runs it once."""
         if rounds not in self._changes:
+            tell(f"advise: gradient {len(self._changes) + 1}")
             grads = self.emulation.gradient(rounds)
             self._changes[rounds] = change(grads, self.emulation.exact)
         return self._changes[rounds]
