@@ -270,10 +270,6 @@ COMPILED = {
 }
 
 
-# 0.19 GB are predicted, and 0.31 GB compiled.
-_TOO_LOW = "too low where the scores of attention that is not fused dominate"
-
-
 @pytest.mark.gpu_compile
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
@@ -284,7 +280,7 @@ _TOO_LOW = "too low where the scores of attention that is not fused dominate"
         ("relu", "f32"),
         ("relu", "amp bf16"),
         ("attention", "amp bf16"),
-        pytest.param("attention", "f32", marks=pytest.mark.xfail(reason=_TOO_LOW)),
+        ("attention", "f32"),
     ],
 )
 def test_prediction_agrees_with_the_compiler(name, option):
