@@ -481,7 +481,7 @@ BREAKS = [
         "dz * (1 - jnp.square(z / head.soft_cap))",
         "dz",
         "cross_entropy",
-        "",
+        "textbook",
     ),
     Break(
         "padding reaches the gradient of the head",

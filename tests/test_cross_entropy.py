@@ -111,7 +111,6 @@ CASES = {
 }
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "way"),
     [*((name, "kept") for name in CASES), ("plain", "again"), ("all", "again")],
