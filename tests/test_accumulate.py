@@ -387,7 +387,6 @@ def test_random_keys_can_be_split_like_the_batch():
 # --- Several devices ------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("reduce_dtype", [None, "compute"])
 @pytest.mark.parametrize("mean", [True, False])
 def test_result_is_the_same_under_jit_shard_map_and_on_one_device(mean, reduce_dtype):

@@ -241,7 +241,6 @@ def with_relu(params, x, y):
     return jnp.mean(jnp.square(h @ params["b"] - y))
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("loss", [cancelling, with_relu])
 def test_errors_that_no_derivative_predicts_are_seen(loss):
     found = mpx.inspect.advise(loss, PARAMS, X, Y, formats=["bf16"])

@@ -461,7 +461,7 @@ UNCHANGED = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_function_with_nothing_to_cast_comes_back_bit_for_bit(name):
     func, args = UNCHANGED[name]
@@ -745,7 +745,6 @@ STEPS = {
 }
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_gradient_with_loss_scaling_does_not_cast_the_inputs_again(name):
     step, scaling = STEPS[name](bf16(loss)), mpx.StaticLossScaling(2.0**6)

@@ -142,7 +142,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.some(4)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -194,7 +193,7 @@ FORMS = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_a_call_is_right_and_becomes_a_call_of_cudnn(name):
@@ -239,7 +238,7 @@ BIASES = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of all"])
 @pytest.mark.parametrize("name", BIASES)
@@ -392,7 +391,7 @@ BATCHED = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("name", BATCHED)
 def test_vmap_makes_the_batch_larger(name):
@@ -600,7 +599,6 @@ def shape_of(jaxpr):
     ]
 
 
-@pytest.mark.some(7)
 @pytest.mark.parametrize("name", FORMS)
 def test_without_a_gpu_nothing_changes(name):
     options, args = FORMS[name]

@@ -61,7 +61,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", READERS)
 def test_what_a_jitted_function_casts_itself_is_left_to_it(name, context):
@@ -74,7 +74,7 @@ def test_what_a_jitted_function_casts_itself_is_left_to_it(name, context):
     np.testing.assert_allclose(wrap(bf16(func))(X), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", READERS)
 def test_gradient_through_a_jitted_function_that_casts_is_right(name):
     def of_product(h):
@@ -172,7 +172,6 @@ def test_parameter_rule_holds_inside_of_a_call(name):
     assert dot_dtypes(bf16(func), HEAD, START) == {"bfloat16"}
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("func", [with_vjp, with_jvp], ids=["vjp", "jvp"])
 def test_parameter_rule_holds_where_a_derivative_rule_is_run(func):
     def loss(head, x):
@@ -531,7 +530,7 @@ RULES = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("argnums", [0, (0, 1)], ids=["x", "both"])
 @pytest.mark.parametrize("name", RULES)
 def test_gradient_of_a_rule_is_that_of_the_function(name, argnums):

@@ -99,7 +99,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradient_on_an_explicit_mesh_is_sharded_as_without_amp(name):
     func, params, specs = SHARDED[name]
@@ -118,7 +118,7 @@ def test_gradient_on_an_explicit_mesh_is_sharded_as_without_amp(name):
     assert_close(actual, wanted, BOUND)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_exported_program_is_the_same(name):
     func, params = CASES[name]
@@ -200,7 +200,7 @@ def test_pmap_inside_runs_low():
 # --- f16 ------------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_f16_gradient_is_more_exact_than_bf16(name):
     func, params = CASES[name]

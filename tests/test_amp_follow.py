@@ -75,7 +75,7 @@ def test_what_is_selected_is_kept(name):
 
 
 # Loops without a known length, and user's rules, run as written in fp8.
-@pytest.mark.some(5)
+@pytest.mark.some(10)
 @pytest.mark.parametrize("name", sorted(WAYS.keys() - {"slice in a while"}))
 def test_fp8_changes_the_matmul_and_keeps_it_if_asked(name):
     def func(params, x):

@@ -150,7 +150,6 @@ def polynomial_with_low(x):
     return jnp.polyval((x @ W)[0], x)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("func", [polynomial_of_low, polynomial_with_low])
 def test_coefficients_and_argument_of_a_polynomial_agree(func):
     # Up to four coefficients and the powers of the argument, rounded after each step.
@@ -437,7 +436,6 @@ DISAGREE = {
 }
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("name", DISAGREE)
 @pytest.mark.parametrize("kind", ["primitives", "scopes"])
 def test_operands_that_disagree_follow_the_widest(name, kind):
@@ -483,7 +481,7 @@ def test_arguments_do_not_follow_low_activations():
     assert held(jax.make_jaxpr(amp(lambda x: x + x @ W))(X), "add") == [F32]
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("base", ["safe", "original", "tf32"])
 def test_scope_set_to_low_leaves_alone_what_has_no_low_version(base):
     def func(x):

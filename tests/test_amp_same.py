@@ -153,7 +153,7 @@ def test_value_and_decisions_do_not_depend_on_who_differentiates(seed):
         assert_same(value_of(exactly(func, params, x)), value)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_order_and_kind_of_arguments_do_not_matter(seed):
     loss, params, x = draw(seed)
@@ -228,7 +228,7 @@ def renamed(piece):
     return router_classifier_logits
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("wrap", [jitted, scoped, renamed])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_helpers_may_be_jitted_and_named_at_will(seed, wrap):

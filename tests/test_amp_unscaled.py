@@ -56,7 +56,7 @@ def in_f16(func):
         return func()
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", UNSCALED)
 def test_f16_gradient_outside_of_mpx_warns_with_the_remedy(name):
     with pytest.warns(RuntimeWarning, match=REMEDY) as caught:

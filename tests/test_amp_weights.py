@@ -103,7 +103,7 @@ def errors(actual, wanted):
     }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", PLACES)
 def test_gradient_of_a_weight_comes_out_of_its_matmul_in_f32(name):
@@ -170,7 +170,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradient_of_another_matmul_is_f32_too(name):
     func, params, x = OTHERS[name]
@@ -214,7 +213,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_ragged_matmul_takes_group_sizes_that_are_computed(name):
     func = EXPERTS[name]
@@ -269,7 +268,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_product_has_all_derivatives(name):
     transform = TRANSFORMED[name]
@@ -343,7 +342,7 @@ GATHERS = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("name", GATHERS)
 def test_gradient_of_a_gather_adds_up_in_f32(name, wrap):

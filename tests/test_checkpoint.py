@@ -627,7 +627,6 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_full_disk_is_heard_and_the_checkpoint_before_stays(tmp_path, asynchronous):
     states = [{"w": np.asarray(normal(i, 2**17)), "i": i} for i in range(3)]
@@ -1004,7 +1003,6 @@ def base_folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.some(6)
 @pytest.mark.parametrize(("template", "parts"), MISMATCHES.values(), ids=MISMATCHES)
 def test_mismatch_names_the_leaf_and_the_remedy(base_folder, template, parts):
     with pytest.raises(ValueError, match="does not fit the template") as error:

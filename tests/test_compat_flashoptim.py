@@ -322,7 +322,6 @@ def test_state_of_mpx_can_be_exported():
         flashoptim.from_mpx(params, state)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("make", "state_type"),
     [
@@ -389,7 +388,7 @@ def test_usage_example_runs(make):
     assert np.all(np.asarray(new_params["b"]) < 0)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", STATE_DICTS)
 def test_checkpoint_example_runs(name):
     save, load = STATE_DICTS[name]
@@ -549,7 +548,6 @@ def test_step_can_be_compiled_and_donated(make):
     assert state.ecc["s"].dtype == np.int8  # the original loses it
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("library", [flashoptim, mpx.optim], ids=["flashoptim", "mpx"])
 def test_second_step_finds_the_compiled_first(library):
     params = {"w": jnp.ones((64, 64), BF16), "b": jnp.ones(3)}

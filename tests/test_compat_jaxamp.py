@@ -43,7 +43,6 @@ def name(request):
 X = jnp.float16(2.0)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "has_aux", "filter"),
     [
@@ -189,7 +188,6 @@ def test_aux_may_be_anything_and_comes_back_as_it_is(name, aux, redo):
 # --- Bounds ---------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("factor", [np.nan, 2.0**-50], ids=str)
 def test_scale_reaches_neither_zero_nor_infinity(factor):
     weights = jnp.arange(1.0, 5.0)

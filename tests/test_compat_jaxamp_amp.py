@@ -37,7 +37,6 @@ def half_affine(x, dtype):
     return (x @ w + jnp.broadcast_to(b, (3, 5))).astype(F32)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_amp_is_a_cast_by_hand(dtype):
     expected = half_affine(X, dtype)

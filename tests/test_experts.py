@@ -160,7 +160,6 @@ def test_kernel_in_the_interpreter_is_right(kind, name):
 # --- under amp ------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @each_size
@@ -241,7 +240,7 @@ WAYS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("way", WAYS)
@@ -272,7 +271,6 @@ def test_ragged_matmul_is_grouped_under(way):
         assert off_by(found, true) < 2.0**-8
 
 
-@pytest.mark.some(1)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("experts", ["replicated", "sharded"])
@@ -381,7 +379,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", FORMS)

@@ -300,7 +300,6 @@ def test_nothing_wrong_says_what_was_looked_at():
     assert "bf16" in text
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
 def test_fault_is_found_through_a_wrapped_loss(wrap):
     assert explain(wrap(naive), *NAIVE).fault.place.primitive == "exp"

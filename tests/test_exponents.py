@@ -181,7 +181,6 @@ def collectives(text):
     return {kind: found.count(kind) for kind in kinds if kind in found}
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y"), P()])
 def test_sharded_leaves_are_counted_where_they_are(kind, spec):
@@ -324,7 +323,7 @@ def test_unknown_format_is_reported(untyped):
 # --- Pictures -------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("count", [0, 1, 12])
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_histograms_are_drawn_below_the_formats(count, scale):

@@ -165,7 +165,7 @@ def test_rules_are_those_of_f64_and_of_optax(name):
     np.testing.assert_allclose(new, np.asarray(theirs), rtol=0, atol=2 * tolerance)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, BF16) for name in RULES), ("adamw", F16)]
 )
@@ -289,7 +289,6 @@ def test_a_step_that_is_not_finite_changes_no_byte(name):
     assert not np.array_equal(good.params["f"], before.params["f"])
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "value"),
     [*((name, np.inf) for name in KINDS), ("adamw", -np.inf), ("adamw", np.nan)],
@@ -440,7 +439,7 @@ def curve(name):
     return run
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.standard_promotion  # of optax
 @pytest.mark.parametrize("factor", FACTORS)
 def test_loss_times_a_factor_has_the_curve_of_optax(factor):
@@ -504,7 +503,7 @@ def after_two_steps(tx: Any, params: Any, scale: Any) -> Any:
     return jnp.sum(params.astype(F32))
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("derivative", "dtype", "options"),
     [
@@ -591,7 +590,7 @@ DRIFTS = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(4)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("case", DRIFTS.values(), ids=DRIFTS)
 def test_weights_of_24_bits_move_as_those_of_f32_do(case):

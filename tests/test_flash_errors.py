@@ -617,7 +617,6 @@ def test_a_group_that_keeps_no_masters_needs_no_corrections():
         tx.step(W, state, W)
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "made",
     [

@@ -84,7 +84,7 @@ def test_optimizer_update_lets_an_optimizer_step_by_itself(options, call):
     assert calls == [call]
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("skip", "finite"),
     [
@@ -285,7 +285,6 @@ def made(rule, options, dtype):
     return tx, params, tx.init(params)
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(("saved", "like"), ELSEWHERE.values(), ids=ELSEWHERE)
 def test_a_state_is_not_restored_into_one_of_another_layout(saved, like, tmp_path):
     _, *source = made(*saved)
@@ -443,7 +442,7 @@ def test_a_sharded_step_is_compiled_once():
 # --- JAX's transforms -----------------------------------------------------------------
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 def test_flax_saves_and_restores_the_state(tx):
     params, grads = make_params(), make_grads(0)
     fresh = TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -596,7 +595,6 @@ def test_state_of_shapes_is_the_shape_of_the_state(tx):
     assert_trees_equal(jax.jit(tx.init)(params), state)
 
 
-@pytest.mark.some(1)
 def test_the_next_steps_are_not_compiled_again(tx):
     step, traces = count_traces(tx.step)
     step = jax.jit(step)

@@ -43,7 +43,7 @@ def flash_state(tree) -> Any:
 
 
 # With two moments, one and none; the update does not depend on the rule.
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -142,7 +142,7 @@ WRAPPED_F32 = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", [*WRAPPED, *WRAPPED_F32])
 def test_a_wrapper_that_does_nothing_changes_nothing(name):
     wrap = (WRAPPED | WRAPPED_F32)[name]
@@ -275,7 +275,6 @@ def test_multi_steps_takes_the_mean_gradient():
     assert int(state.inner_opt_state.count) == 1
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "wrap",
     [mpx.optim.skip_nonfinite, WRAPPED_F32["apply_if_finite"]],
@@ -306,7 +305,6 @@ INJECTED = {
 }
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("name", INJECTED)
 def test_injected_hyperparameters_need_no_static_args(name):
     inject = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)

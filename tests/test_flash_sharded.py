@@ -173,7 +173,6 @@ def test_every_array_of_the_state_is_sharded_like_its_parameter(axis_type, spec,
     assert found == []
 
 
-@pytest.mark.some(1)
 @each_axis_type
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_a_start_from_f32_weights_is_sharded_like_them(axis_type, jit):
@@ -217,7 +216,7 @@ def check_steps(name, shape, mesh, spec, *, finite=None):
     return second_step(step, name, shape, mesh, spec)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @each_axis_type
 @each_layout
 def test_sharded_step_is_local_in_place_and_that_of_one_device(axis_type, spec):
@@ -245,7 +244,6 @@ def test_large_parameters_step_locally(axis_type, layout):
     assert check_steps("adamw", LARGE, make_mesh(axis_type), LAYOUTS[layout]) == []
 
 
-@pytest.mark.some(1)
 @each_axis_type
 def test_a_flag_keeps_the_step_local(axis_type):
     mesh = make_mesh(axis_type)
@@ -381,7 +379,7 @@ def specs_of(optimizer, shape, mesh, spec):
     return jax.tree.map(lambda x: x.sharding.spec, (params, optimizer.init(params)))
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @each_axis_type
 @pytest.mark.parametrize(
     ("layout", "check_vma"),

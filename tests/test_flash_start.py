@@ -108,7 +108,7 @@ def mover(rate, jitter):
     return run
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("steps", [10, 50, 100, 300])
 def test_rounded_weights_move_from_the_first_steps_on(steps):
     # The gradient is constant: Adam moves by its rate.

@@ -319,7 +319,6 @@ def test_amp_stop_keeps_fp8_out():
 # --- which argument -------------------------------------------------------------------
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("params", [1, "p", -1, [1], ("p",)])
 def test_params_names_the_argument(params):
     func = lambda x, p: x @ p  # noqa: E731
@@ -519,7 +518,7 @@ def exact_linear(p, x):
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
 def test_sharded_over_eight_devices_is_one_device(kind, spec):
@@ -601,7 +600,6 @@ def test_amp_inside_makes_an_f32_model_eligible():
     assert count_f8(jax.grad(loss), p, x) == 6
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_f32_model_runs_under_amp_by_itself(around):
     p, x = f32_problem()
@@ -666,7 +664,6 @@ def test_overflow_is_seen_by_loss_scaling():
     assert not bool(result.finite)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "recipe",
     [CurrentScaling(), StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=8.0)],

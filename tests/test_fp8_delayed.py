@@ -436,7 +436,6 @@ class Counting(nnx.Module):
         return self.layer(x)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "recipe", [CurrentScaling(), DelayedScaling(history=2)], ids=str
 )

@@ -58,7 +58,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("form", DTYPES)
@@ -101,7 +101,7 @@ def test_both_orders_of_three_axes(leading):
 # --- matmuls --------------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("transposing")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_of_transposed_codes_are_exact(layout):

@@ -189,14 +189,12 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("loss", HARMLESS)
 def test_closed_over_arrays_that_do_no_harm_are_not_reported(loss):
     # Warnings are errors here.
     jax.jit(mpx.value_and_grad(loss, policy=BF16))(NoLossScaling(), PARAMS, X)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "policy", ["f32", mpx.Policy("f32", "bf16", keep=".")], ids=["f32", "all kept"]
 )

@@ -175,7 +175,6 @@ def test_paper_function_averages_over_devices_switched_on_or_off(
     assert finite
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_nan_in_one_shard_makes_every_device_skip(transform, problem):
     mesh = make_mesh()

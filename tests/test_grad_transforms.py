@@ -56,7 +56,6 @@ def test_amp_inside_of_another_wrapper_casts_alone(grad_of, wrap):
 ARGNUMS = [0, 1, -1, (0,), (1, 0), (0, -1), [0, 1, 2]]
 
 
-@pytest.mark.some(3)
 @pytest.mark.parametrize("argnums", ARGNUMS, ids=str)
 def test_argnums_mean_what_they_mean_in_jax(grad_of, argnums, problem):
     args = problem.w, problem.x, problem.y
@@ -192,7 +191,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [("jit", "f32"), ("jit", "bf16"), ("jit", "f16")]

@@ -71,7 +71,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_visitor_that_changes_nothing(name):
     func, visitor = FUNCTIONS[name], Same()

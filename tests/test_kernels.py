@@ -49,7 +49,7 @@ def test_unfused_programs_round_after_each_operation():
 
 
 # Rules and codecs do not know of each other: one rule with all codecs, and all rules.
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
     plan = make_plan(RULES["adamw"], correction, format)
@@ -131,7 +131,6 @@ def test_the_kernel_equals_plain_jax_where_a_step_overflows():
     assert mpx.all_finite((new.param[1:], moments_of(plan, new)))
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("shape", "bad"), [(DIVIDING, np.inf), (ODD, np.nan)], ids=["full", "odd"]
 )
@@ -162,7 +161,6 @@ def test_leaves_that_share_a_launch_have_scalars_and_flags_of_their_own(shape):
         assert_trees_equal(got, want)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("layer", [0, 2, -1, 3])
 def test_one_layer_steps_where_it_is(layer):
     """The layers -1 and 3 are those of other devices."""

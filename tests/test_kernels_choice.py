@@ -236,7 +236,6 @@ def test_a_step_is_exported_for_gpus_that_are_not_here():
     assert [x.shape for x in export.call(*args)] == [x.shape for x in step(*args)]
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("shape", "compression"),
     [

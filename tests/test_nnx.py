@@ -460,7 +460,6 @@ def product_dtypes(policy, x):
     return dtypes, jax.eval_shape(step, state, x).dtype
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("keep", "products", "result"),
     [

@@ -100,7 +100,6 @@ def test_what_is_no_transformation_is_refused(wrap, tx):
 # --- skip_nonfinite -------------------------------------------------------------------
 
 
-@pytest.mark.some(1)
 def test_finite_gradients_pass_as_if_nothing_were_there(tx):
     wrapped = skip_nonfinite(tx)
     params = make_params()
@@ -113,7 +112,6 @@ def test_finite_gradients_pass_as_if_nothing_were_there(tx):
     assert (int(state.skipped), bool(state.last_finite)) == (0, True)
 
 
-@pytest.mark.some(1)
 def test_nan_never_gets_in_however_many_there_are(tx):
     step = compiled(skip_nonfinite(tx))
     params = make_params()
@@ -165,7 +163,6 @@ def test_infinity_that_is_meant_is_no_overflow():
         np.testing.assert_array_equal(updates, -0.5)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_skip_together(check_vma):
     two = jax.devices()[:2]

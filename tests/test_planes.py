@@ -56,7 +56,7 @@ def test_words_hold_all_bits(dtypes, word, count):
         assert np.asarray(x).tobytes() == y.tobytes()
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_read_is_what_is_packed(name, dtype):

@@ -177,7 +177,7 @@ def test_zeros_are_stored_as_zeros(codec):
     assert not decoded.any()
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @moments
 def test_moments_are_the_same_compiled_and_not(codec):
     x = moment_input(codec, 1e-3)
@@ -308,7 +308,6 @@ def test_what_was_decoded_is_encoded_as_it_was(codec, dither):
         np.testing.assert_array_equal(same, scale)
 
 
-@pytest.mark.some(1)
 @dithered
 def test_dithered_codes_are_right_on_average(codec):
     x = moment_input(codec, 1.0)
@@ -434,7 +433,6 @@ def decoded_master(codec, stored):
     return codec.decode(*stored, BLOCK)
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("dither", THRESHOLDS)
 @small_masters
 def test_no_threshold_moves_a_master_that_was_stored(codec, dtype, unit, off, dither):
@@ -451,7 +449,6 @@ def test_no_threshold_moves_a_master_that_was_stored(codec, dtype, unit, off, di
     assert np.max(np.abs(codes[~tie])) <= (dither not in (0.25, 0.5))
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("dither", THRESHOLDS)
 @small_masters
 def test_dithered_masters_are_off_by_less_than_a_unit(codec, dtype, unit, off, dither):

@@ -582,7 +582,7 @@ def test_a_step_without_any_number_counts_as_it_does_without_release(params):
     assert got.finite
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint, jax.jit])
 def test_a_scan_over_no_layers_steps_as_without_release(wrap):
     optimizer = OPTIMIZERS["without moments"]

@@ -292,7 +292,6 @@ def test_matmuls_of_a_gradient_function_have_names(name):
     assert list(found.shares) == ["bf16" if name == "policy" else "f32"]
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("granularity", "dtypes"),
     [("tensor", {"e4m3", "e4m3×e5m2", "e5m2×e4m3"}), ("row", {"e4m3"})],

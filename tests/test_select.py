@@ -134,7 +134,6 @@ SELECTORS = {
 }
 
 
-@pytest.mark.some(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("selector", "selected"), SELECTORS.values(), ids=SELECTORS)
 def test_selector_selects_the_same_in_every_place(place, selector, selected):
@@ -232,7 +231,6 @@ def dots(func, *args):
     return found
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("keep", ["^block/inner$", "^block", "inner", Layer, "^norm/"])
 def test_amp_and_fp8_keep_operations_in_scopes_and_calls(keep, wrap):

@@ -68,7 +68,7 @@ def in_bf16(func):
 
 
 # Calls are what tracing takes, and unlike seconds do not depend on the machine.
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("transform", "dtype", "most"),
     [

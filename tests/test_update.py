@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_taken_steps_are_those_of_plain_optax(name):
     optimizer, extras = optimizer_and_extras(name)
@@ -222,7 +222,6 @@ def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype, skip):
         assert np.any(rounded_early != expected)
 
 
-@pytest.mark.some(1)
 @rounds_updates
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("dtype", ["f2", "bfloat16"])
@@ -290,7 +289,6 @@ def test_step_loop_compiles_once_and_transfers_nothing(skip, momentum):
     assert mpx.all_finite((params, state))
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_donated_shards_keep_their_place(axis_type, skip):
@@ -358,7 +356,7 @@ def nnx_gradients(model, value):
     return jax.tree.map(lambda _: kernel, grads)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("skip", "jit"),
     [("select", lambda f: f), ("cond", lambda f: f), ("select", nnx.jit)],
@@ -407,7 +405,6 @@ def test_nnx_optimizer_passes_extra_arguments_on():
     assert float(optimizer.opt_state[1].best_value[...]) == 1.5
 
 
-@pytest.mark.some(1)
 @rounds_updates
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(

@@ -267,7 +267,6 @@ def test_flax_optimizers_of_16_bit_parameters_warn_too():
         mpx.optimizer_update(model, optimizer, None, grads, True)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "optimizer",
     [

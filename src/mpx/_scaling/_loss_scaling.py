@@ -442,5 +442,7 @@ def f32_scalar(value: PyTree) -> Float[Array, ""]:
 
 def _i32_scalar(value: PyTree, what: str, at_least: int = 0) -> Int[Array, ""]:
     """Returns a count as i32; raises if it is known and out of range."""
-    value = value if is_tracer(value) else as_count(value, what, at_least=at_least)
+    if not is_tracer(value):
+        value, most = as_count(value, what, at_least=at_least), np.iinfo(np.int32).max
+        check_value(value <= most, what, f"at most {most}, the largest i32", value)
     return jnp.array(value, dtype=jnp.int32)
