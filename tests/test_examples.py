@@ -460,3 +460,16 @@ def test_adapters_learn_beside_frozen_weights_of_16_bits():
     assert results["with adapters"] > 0.5
     assert abs(results["merged"] - results["with adapters"]) < 0.03
     assert {x.dtype for x in merged} == {np.dtype("bfloat16")}
+
+
+def test_picture_of_a_block_is_what_amp_does(tmp_path):
+    # When this fails: python examples/draw_block.py docs/images/block.svg
+    picture = tmp_path / "block.svg"
+    boxes, arrows = load("draw_block").main([str(picture)])
+    assert {name for name in boxes if boxes[name] == "bf16"} == {
+        *("qkv", "scores", "mix", "out", "up", "down")
+    }
+    assert arrows["gelu", "down"] == "bf16"
+    assert arrows["add1", "add2"] == "f32"
+    images = EXAMPLES.parent / "docs/images"
+    assert picture.read_text() == (images / "block.svg").read_text()
