@@ -462,6 +462,7 @@ def test_adapters_learn_beside_frozen_weights_of_16_bits():
     assert {x.dtype for x in merged} == {np.dtype("bfloat16")}
 
 
+@pytest.mark.standard_promotion
 def test_picture_of_a_block_is_what_amp_does(tmp_path):
     # When this fails: python examples/draw_block.py docs/images/block.svg
     picture = tmp_path / "block.svg"
