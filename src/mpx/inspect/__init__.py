@@ -6,9 +6,8 @@ from mpx._fp8 import fp8_check as fp8_check
 from mpx.inspect._advice import Advice as Advice
 from mpx.inspect._advice import GroupAdvice as GroupAdvice
 from mpx.inspect._advice import advise as advise
-from mpx.inspect._compiled import Collective as Collective
-from mpx.inspect._compiled import Compiled as Compiled
-from mpx.inspect._compiled import collectives as collectives
+from mpx.inspect._collectives import Collective as Collective
+from mpx.inspect._collectives import collectives as collectives
 from mpx.inspect._doctor import Diagnosis as Diagnosis
 from mpx.inspect._doctor import doctor as doctor
 from mpx.inspect._explain import Explanation as Explanation

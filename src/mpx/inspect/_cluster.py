@@ -24,7 +24,7 @@ from mpx._casting._cast import cast_to_float32
 from mpx._gradients._grad import value_and_grad
 from mpx._jax._processes import gather
 from mpx._scaling._loss_scaling import DynamicLossScaling
-from mpx.inspect._compiled import Collective, collectives
+from mpx.inspect._collectives import Collective, collectives
 from mpx.inspect._doctor import Check, Diagnosis, Rate, doctor, fastest, versions
 from mpx.inspect._result import amount
 

@@ -14,7 +14,6 @@ from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
 from mpx.inspect._buffers import by_dtype, peak
-from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, operations
 from mpx.inspect._program import Program, gradient, program
@@ -163,7 +162,6 @@ class Report(Result):
         passes: `forward`, `forward and backward`, or why there is no backward pass.
         amp: What `amp` decided; `None` if the function is not under it.
         fp8: What `fp8` decided; `None` if the function is not under it.
-        compiled: What the compiler made of it, if a target was given.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -173,7 +171,6 @@ class Report(Result):
     passes: str
     amp: AmpView | None
     fp8: Fp8View | None
-    compiled: Compiled | None = None
 
     @property
     def flops(self) -> dict[str, int]:
@@ -236,7 +233,7 @@ class Report(Result):
         parts = [f"{amount(n, 'B')} in {x}" for x, n in self.residual_bytes.items()]
         if parts:
             found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
-        return [*found, *(self.compiled.tables() if self.compiled else ())]
+        return found
 
     def _summary(self) -> str:
         amp = self.amp and f"amp to {self.amp.dtype}, rules {self.amp.rules}"
@@ -294,7 +291,6 @@ def report(
     /,
     *args: PyTree,
     backward: bool | None = None,
-    target: str | None = None,
     **kwargs: PyTree,
 ) -> Report:
     """Returns which operations of a call run in which precision, and why.
@@ -310,14 +306,10 @@ def report(
             too: the floating arrays of the first argument, or of the function if it is a
             module. The first result must be a scalar loss. By default it does so where
             that is possible and the function computes no gradient itself.
-        target: A GPU for which the program is compiled, `"h200"`, or `"here"` for the
-            default device. The GPU need not be there, but JAX's CUDA plugin must be.
         **kwargs: The keyword arguments of the function.
 
     Raises:
         TypeError: If `backward` is true and the first result is no scalar loss.
-        ValueError: If the target is unknown.
-        ImportError: If the target needs a package that is not installed.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -332,9 +324,7 @@ def report(
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
-    with on_target(target := as_target(target)):
-        full, passes = _with_backward(program(func, args, kwargs), backward)
-        compiled = None if target is None else compile_for(full, target)
+    full, passes = _with_backward(program(func, args, kwargs), backward)
     recording, (matmuls, kept, opaque) = full.recording, operations(full)
     amp = fp8 = None
     if recording.casts:
@@ -348,7 +338,7 @@ def report(
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
     rows = matmuls, kept, by_dtype(peak(full.jaxpr).saved), opaque
-    return Report(*rows, passes, amp, fp8, compiled)
+    return Report(*rows, passes, amp, fp8)
 
 
 def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
