@@ -1,24 +1,15 @@
 """`advise`: which precision for which part of a function, emulated or measured."""
 
 import dataclasses
-import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
-import numpy as np
-from jax import Array
 from jaxtyping import PyTree
 
-from mpx._casting._context import gradient_function
 from mpx._jax._warn import tell
-from mpx._scaling._loss_scaling import StaticLossScaling
-from mpx.inspect._emulation import change
 from mpx.inspect._policies import (
     EIGHTS,
     HALVES,
-    LIMITS,
     MOST_LOST,
     Candidate,
     PrecisionPolicy,
@@ -26,10 +17,12 @@ from mpx.inspect._policies import (
     propose,
     within,
 )
-from mpx.inspect._program import gradient, program
 from mpx.inspect._result import Result, Table, percent
 
-_MEASURED_LIMIT = 0.02
+_LIMIT, _MEASURED_LIMIT = 0.05, 0.02
+"""The gradient errors that are good enough. The first is a judgement: about what one 16-bit
+rounding of every operand does to the gradient of a healthy model."""
+_TRIES = 4  # keep-lists of one format that are measured until one is good enough
 _SHOWN = 30
 
 
@@ -74,11 +67,11 @@ class Advice(Result):
 
     Attributes:
         groups: The groups of operations that `amp` runs in 16 bits, worst first.
-        proposals: By bf16, f16 and fp8, as asked for: the policy with the shortest
-            keep-list that is good enough in the emulation.
-        candidates: The measured policies, fastest first: the default of `amp` and the
-            fastest good one of each format. Empty without `measure`.
-        policy: The fastest measured policy that is good enough; `None` without `measure`.
+        proposals: By bf16 and f16, as asked for: the policy with the shortest keep-list
+            that is good enough in the emulation.
+        candidates: The measured policies, those with most work in 16 bits first. Empty
+            without `measure`.
+        policy: The first of them that is good enough; `None` without `measure`.
         loss_scale: The loss scale that was assumed for f16.
         opaque: Operations that were run as written, and whose inside is not judged.
         remark: The result of the measurements in one sentence.
@@ -93,7 +86,7 @@ class Advice(Result):
     remark: str
 
     def proposal(self, name: str) -> Candidate:
-        """Returns the proposal for bf16, f16 or fp8."""
+        """Returns the proposal for bf16 or f16."""
         if name not in self.proposals:
             known = ", ".join(self.proposals)
             raise ValueError(f"There is a proposal for {known}, but not for {name!r}.")
@@ -123,7 +116,18 @@ class Advice(Result):
         if self.policy is None:
             tables += [_described(*item) for item in self.proposals.items()]
         else:
-            tables.append(_measured(self.candidates))
+            rows = [
+                (
+                    str(x.policy),
+                    f"{x.predicted_error:.1e}",
+                    f"{x.error or 0:.1e}",
+                    percent(x.share),
+                )
+                for x in self.candidates
+            ]
+            head = ("policy", "predicted", "measured", "matmuls in 16 bits")
+            title, right = "Error of the gradient", frozenset({1, 2, 3})
+            tables.append(Table(head, rows, title, right))
             texts.append(f"{self.remark}\n{self.policy}")
         return [*tables, *map(Table.text, texts)]
 
@@ -133,145 +137,52 @@ def _number(value: float) -> str:
 
 
 def _described(name: str, proposal: Candidate) -> Table:
-    policy, error = (
-        proposal.policy,
-        f"gradient error {_number(proposal.predicted_error)}",
-    )
-    if policy.keep or policy.functions or policy.keep_fp8:
+    policy = proposal.policy
+    error = f"gradient error {_number(proposal.predicted_error)}"
+    if policy.keep or policy.functions:
         error += f", instead of {_number(proposal.default)} without keep"
     lines = filter(None, (str(policy), error, proposal.remark))
     return Table.text("\n".join(lines), f"{name}:")
 
 
-def _measured(candidates: Sequence[Candidate]) -> Table:
-    rows = []
-    for x in candidates:
-        errors = f"{x.predicted_error:.1e}", f"{x.error or 0:.1e}"
-        clock = "–"
-        if x.time is not None:
-            clock = f"{1e3 * x.time:.3g} ± {1e3 * (x.spread or 0.0) / 2:.1g} ms"
-        rows.append((str(x.policy), *errors, f"{1e3 * x.predicted_time:.3g} ms", clock))
-    head = ("policy", "predicted", "measured", "matmuls on an H200", "time")
-    title = "Error of the gradient, and time"
-    return Table(head, rows, title, frozenset(range(1, 5)))
-
-
-# --- Measuring ------------------------------------------------------------------------
-
-_TRIES = 4  # keep-lists of one format that are measured until one is good enough
-_NEAR = 1.02  # policies within this factor of the fastest are about as fast
-_TURNS = 9
-_LEAST_TIME = 0.02  # seconds of calls, so that one measurement is longer than its noise
-
-
-class Bench:
-    """Measures the gradients of policies against the gradient in f32.
-
-    Attributes:
-        errors: The error of each measured policy.
-    """
-
-    def __init__(self, study: Study) -> None:
-        self._study = study
-        self.errors: dict[PrecisionPolicy, float] = {}
-        self._runs: dict[PrecisionPolicy, Callable[[], list[Array]]] = {}
-
-    def error(self, policy: PrecisionPolicy) -> float:
-        """Returns the error of the gradient under a policy."""
-        if policy not in self.errors:
-            tell(f"advise: measuring {policy}")
-            (func, args, kwargs), scaling = self._study.call, None
-            if policy.half == "f16":
-                scaling = StaticLossScaling(self._study.scale)
-            with gradient_function():
-                grad = gradient(program(policy.apply(func), args, kwargs), scaling)
-            compiled = jax.jit(grad.__call__).lower(*grad.arrays).compile()
-            run = functools.partial(compiled, *grad.arrays)
-            self._runs[policy] = run
-            self.errors[policy] = change(run()[1:], self._study.emulation.exact).error
-        return self.errors[policy]
-
-    def times(self) -> dict[PrecisionPolicy, tuple[float, float]]:
-        """Times the policies in turn: the seconds, and how far they spread."""
-        counts = {
-            policy: math.ceil(_LEAST_TIME / max(_seconds(call, 2), 1e-9))
-            for policy, call in self._runs.items()
-        }
-        turns = [
-            [_seconds(self._runs[policy], count) for policy, count in counts.items()]
-            for _ in range(_TURNS)
-        ]
-        low, middle, high = np.quantile(turns, (0.1, 0.5, 0.9), axis=0)
-        pairs = zip(middle.tolist(), (high - low).tolist(), strict=True)
-        return dict(zip(counts, pairs, strict=True))
-
-
-def _seconds(call: Callable[[], list[Array]], times: int) -> float:
-    start = time.perf_counter()
-    for _ in range(times - 1):
-        call()
-    jax.block_until_ready(call())
-    return (time.perf_counter() - start) / times
-
-
 def measure_all(study: Study, wanted: Sequence[str], limit: float) -> list[Candidate]:
-    """Returns measured policies: the default, then the fastest good one of each format.
+    """Returns measured policies: the default first, then those proposed for each format.
 
-    The formats are bf16, f16 and fp8. Where an emulation was too hopeful, the next longer
-    keep-lists are measured.
+    Where an emulation was too hopeful, the next longer keep-lists are measured.
     """
-    bench = Bench(study)
-    bench.error(PrecisionPolicy("bf16" if wanted[0] == "fp8" else wanted[0]))
+    study.measure(PrecisionPolicy(wanted[0]))
     for name in wanted:
         for policy in within(study, name, limit)[:_TRIES]:
-            if bench.error(policy) <= limit:
+            if study.measure(policy) <= limit:
                 break
-    times = bench.times() if jax.default_backend() == "gpu" else {}
-    found = []
-    for policy, error in bench.errors.items():
-        clock, spread = times.get(policy, (None, None))
-        measured = {"error": error, "time": clock, "spread": spread}
-        found.append(dataclasses.replace(study.candidate(policy), **measured))
-    return found
+    return [study.candidate(policy) for policy in study.measured]
 
 
 def choose(
     candidates: Sequence[Candidate], limit: float
 ) -> tuple[PrecisionPolicy, str]:
-    """Returns the fastest policy within the limit, and why.
+    """Returns the policy within the limit with most work in 16 bits, and why.
 
-    The first is the default of `amp`. It wins ties: times that differ by no more than they
-    vary from run to run.
+    The first is the default of `amp`. It wins ties.
     """
 
     def error(x: Candidate) -> float:
         return math.inf if x.error is None else x.error
 
-    def clock(x: Candidate) -> float:
-        return x.predicted_time if x.time is None else x.time
-
-    usual = candidates[0]
-    good = [x for x in candidates if error(x) <= limit]
+    usual, good = candidates[0], [x for x in candidates if error(x) <= limit]
     if not good:
         best = min(candidates, key=error)
         return best.policy, (
             f"No measured policy reaches {limit:g}: this is the most exact, with "
             f"{error(best):.1e}. Pass a larger `max_grad_error`, or stay in f32."
         )
-    best = min(good, key=clock)
-    noise = (usual.spread or 0.0) + (best.spread or 0.0)
-    if usual in good and clock(usual) <= max(_NEAR * clock(best), clock(best) + noise):
-        best = usual
-    what = "The default of `amp` is best" if best is usual else "The fastest policy"
-    is_timed = usual.time is not None
-    by = "as timed on this GPU" if is_timed else "by the rates of an H200; not timed"
-    remark = f"{what} within {limit:g}, {by}."
-    if usual not in good:
-        remark += f" The default of `amp` has an error of {error(usual):.1e}."
-    return best.policy, remark
-
-
-# --- advise ---------------------------------------------------------------------------
+    if usual in good:
+        return usual.policy, f"The default of `amp` is within {limit:g}."
+    best = max(good, key=lambda x: x.share)
+    return best.policy, (
+        f"This has the most work in 16 bits within {limit:g}. The default of `amp` has an "
+        f"error of {error(usual):.1e}."
+    )
 
 
 def advise(
@@ -290,7 +201,7 @@ def advise(
     wherever `amp` or `fp8` would round. A group is the matmuls of one parameter, or the
     other operations of one `jax.named_scope`, or of one function where there are no scopes.
 
-    For each format it proposes the shortest keep-list with which the gradient is close
+    For bf16 and f16 it proposes the shortest keep-list with which the gradient is close
     enough to that in f32: groups that add much error for their work are kept first. f16 has
     its real range, with the loss scale at which `mpx.DynamicLossScaling` comes to rest;
     groups that overflow are kept. A small gradient error on one batch promises nothing about
@@ -302,10 +213,9 @@ def advise(
         *args: Its arguments, with real numbers: those of a batch.
         formats: The formats to judge: of bf16, f16, e4m3 and e5m2.
         max_grad_error: The largest gradient error of the proposed policies, relative to the
-            gradient. By default 0.05 for 16 bits and 0.25 for fp8, and 0.02 if measured.
+            gradient. By default 0.05, and 0.02 if measured.
         measure: Whether to run the proposals, and longer keep-lists where one is not good
-            enough, and to choose the fastest. On a GPU they are timed in turn; `amp`'s
-            default wins ties. Elsewhere the rates of an H200 rank their matmuls.
+            enough, and to choose the one with the most work in 16 bits.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -337,12 +247,9 @@ def advise(
             "`max_grad_error` must be a positive number such as 0.02, but it is "
             f"{max_grad_error}."
         )
-    wanted = [x for x in HALVES if x in formats]
-    wanted += ["fp8"] if {*formats} & {*EIGHTS} else []
+    wanted = [x for x in HALVES if x in formats] or ["bf16"]
     study = Study(func, args, kwargs, formats)
-    proposals = {
-        name: propose(study, name, max_grad_error or LIMITS[name]) for name in wanted
-    }
+    proposals = {x: propose(study, x, max_grad_error or _LIMIT) for x in wanted}
     candidates, policy, remark = list[Candidate](), None, ""
     if measure:
         limit = max_grad_error or _MEASURED_LIMIT
@@ -353,7 +260,7 @@ def advise(
     return Advice(
         groups=tuple(sorted(groups, key=lambda row: -row.errors[formats[0]])),
         proposals=proposals,
-        candidates=tuple(sorted(candidates, key=lambda x: x.predicted_time)),
+        candidates=tuple(sorted(candidates, key=lambda x: -x.share)),
         policy=policy,
         loss_scale=study.scale,
         opaque=tuple(sorted(study.emulation.opaque)),

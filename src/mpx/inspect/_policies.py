@@ -6,24 +6,22 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
+import jax
 from jaxtyping import PyTree
 
 from mpx._amp import AmpRules, amp
-from mpx._casting._context import is_amp
-from mpx._fp8 import Fp8Function, fp8
+from mpx._casting._context import gradient_function, is_amp
+from mpx._fp8 import Fp8Function
 from mpx._jax._compat import primitive_name
-from mpx._jax._devices import H200
 from mpx._jax._warn import tell
 from mpx._program._queries import MATMULS, flops, walk
+from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._emulation import Change, Emulation, Rounded, change
 from mpx.inspect._groups import Keep, label_of
-from mpx.inspect._program import program
+from mpx.inspect._program import gradient, program
 
 HALVES = ("bf16", "f16")
 EIGHTS = ("e4m3", "e5m2")
-LIMITS = {"bf16": 0.05, "f16": 0.05, "fp8": 0.25}
-"""The gradient errors that are left without a remark. They are a judgement: about what one
-16-bit or 8-bit rounding of every operand does to the gradient of a healthy model."""
 MOST_LOST = 0.5
 """The share of a parameter's gradient that f16 may make zero."""
 _SCALES = [2.0**x for x in range(24, -25, -1)]
@@ -41,8 +39,6 @@ class PrecisionPolicy:
         half: `"bf16"` or `"f16"`.
         keep: Expressions for what runs as it is written: see `mpx.amp`.
         functions: Expressions for functions whose operations run as they are written.
-        fp8: Whether linear layers run in fp8.
-        keep_fp8: Expressions for what does not run in fp8, but in 16 bits.
 
     Examples:
         >>> print(PrecisionPolicy("bf16", keep=("^head/weight$",)))
@@ -52,8 +48,6 @@ class PrecisionPolicy:
     half: str = "bf16"
     keep: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
-    fp8: bool = False
-    keep_fp8: tuple[str, ...] = ()
 
     def apply(self, func: Callable[P, T]) -> Callable[P, T]:
         """Returns the function in this precision.
@@ -64,8 +58,7 @@ class PrecisionPolicy:
         rules = None
         if self.functions:
             rules = AmpRules(functions=dict.fromkeys(self.functions, "original"))
-        func = amp(func, self.half, keep=list(self.keep), rules=rules)
-        return fp8(func, keep=list(self.keep_fp8)) if self.fp8 else func
+        return amp(func, self.half, keep=list(self.keep), rules=rules)
 
     def __str__(self) -> str:
         """Returns the code for a function that is called `loss`."""
@@ -75,35 +68,28 @@ class PrecisionPolicy:
         if self.functions:
             rules = dict.fromkeys(self.functions, "original")
             code += f", rules=mpx.AmpRules(functions={rules!r})"
-        if not self.fp8:
-            return f"{code})"
-        more = f", keep={list(self.keep_fp8)!r}" if self.keep_fp8 else ""
-        return f"mpx.fp8({code}){more})"
+        return f"{code})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A policy with its predictions, and its measurements if there are any.
+    """A policy with its predictions, and its measured error if there is one.
 
     Attributes:
         policy: The policy; `policy.apply(loss)` applies it, and `str(policy)` is its code.
         predicted_error: The error of the emulated gradient, relative to the gradient.
-        predicted_time: The seconds of its matmuls at the rates of an H200.
+        share: The share of the matmuls' operations that run in 16 bits.
+        default: The predicted error without any keep-list.
         error: The measured error, `None` if it was not measured. It is infinite if the
             gradient is not finite.
-        time: The measured seconds of a gradient; `None` without a GPU.
-        spread: How far that time varied between runs, in seconds.
-        default: The predicted error without any keep-list.
         remark: What to know before it is used.
     """
 
     policy: PrecisionPolicy
     predicted_error: float
-    predicted_time: float
+    share: float
+    default: float
     error: float | None = None
-    time: float | None = None
-    spread: float | None = None
-    default: float = 0.0
     remark: str = ""
 
 
@@ -125,9 +111,10 @@ class Study:
                 "The function is under `amp` or `fp8`, but what they would do is what is "
                 "predicted. Pass the function that you gave to them."
             )
-        self.call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
-        with_fp8 = any(x in formats for x in EIGHTS)
+        self._call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
+        self.measured: dict[PrecisionPolicy, float] = {}  # errors
         tell("advise: tracing the function")
+        with_fp8 = any(x in formats for x in EIGHTS)
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
         self.groups, traced = self.emulation.groups, self.emulation.program
         if any(not hasattr(x, "__array__") for x in traced.arrays):
@@ -146,13 +133,6 @@ class Study:
         for eqn, scopes, times, _ in walk(traced.jaxpr):
             if primitive_name(eqn) in MATMULS:
                 self.flops[label_of(scopes)[0]] += flops(eqn) * times
-        # The groups whose matmuls `mpx.fp8` would change.
-        self.fp8 = frozenset[int]()
-        if with_fp8:
-            matmuls = program(fp8(func), args, kwargs).recording.matmuls
-            changed = {matmul.param for matmul in matmuls if not matmul.reason}
-            pairs = enumerate(self.groups)
-            self.fp8 = frozenset(i for i, x in pairs if x.param in changed)
         if not self.change(Rounded()).is_finite:
             raise ValueError(
                 "The gradient in f32 is not finite: there is nothing to compare with. "
@@ -206,123 +186,88 @@ class Study:
         chosen, pairs = list(selectors), enumerate(self.groups)
         return frozenset(i for i, x in pairs if any(y.selects(x) for y in chosen))
 
-    def parts(self, policy: PrecisionPolicy) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the groups that a policy runs in 16 bits, and those of them in fp8."""
+    def low(self, policy: PrecisionPolicy) -> frozenset[int]:
+        """Returns the groups that a policy runs in 16 bits."""
         kept = [Keep("keep", x) for x in policy.keep]
         kept += [Keep("functions", x) for x in policy.functions]
-        low = self.active - self.selected(kept)
-        if not policy.fp8:
-            return low, frozenset()
-        wide = self.selected(Keep("keep", x) for x in policy.keep_fp8)
-        return low, (self.fp8 & low) - wide
+        return self.active - self.selected(kept)
+
+    def share(self, groups: Iterable[int]) -> float:
+        """Returns the share of the matmuls' operations that some groups have."""
+        return sum(self.flops[i] for i in groups) / (self.flops.total() or 1)
 
     def error(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the emulated gradient."""
-        low, eight = self.parts(policy)
-        return self.change(Rounded(policy.half, low, eight, scale=self.scale)).error
+        rounds = Rounded(policy.half, self.low(policy), scale=self.scale)
+        return self.change(rounds).error
+
+    def measure(self, policy: PrecisionPolicy) -> float:
+        """Returns the error of the real gradient; runs it once."""
+        if policy not in self.measured:
+            tell(f"advise: measuring {policy}")
+            func, args, kwargs = self._call
+            scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
+            with gradient_function():
+                grad = gradient(program(policy.apply(func), args, kwargs), scaling)
+            grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
+            self.measured[policy] = change(grads, self.emulation.exact).error
+        return self.measured[policy]
 
     def candidate(self, policy: PrecisionPolicy, remark: str = "") -> Candidate:
-        """Returns a policy with its predictions."""
-        low, eight = self.parts(policy)
-        seconds = sum(
-            self.flops[i]
-            / H200["fp8" if i in eight else policy.half if i in low else "f32"]
-            for i in range(len(self.groups))
-        )
-        default = self.error(PrecisionPolicy(policy.half, fp8=policy.fp8))
-        error = self.error(policy)
-        return Candidate(policy, error, seconds, default=default, remark=remark)
+        """Returns a policy with what is known of it."""
+        share, default = self.share(self.low(policy)), PrecisionPolicy(policy.half)
+        errors = self.error(policy), share, self.error(default)
+        return Candidate(policy, *errors, self.measured.get(policy), remark)
 
 
 # --- The search -----------------------------------------------------------------------
 
 
 def policies(known: Study, half: str) -> list[PrecisionPolicy]:
-    """Returns policies in 16 bits, each with one more selector.
+    """Returns policies, each with one more selector; the last keeps everything in f32.
 
-    The first keeps only what f16 cannot hold.
+    The first keeps only what f16 cannot hold. Then labels with much squared error for the
+    work that their selectors keep come first. The work is the share of the matmuls'
+    operations and the share of the groups. Selectors that select nothing new are left out.
     """
-    kept = list[Keep]()
-    if half == "f16":
-        kept = [
-            known.selector(label)
-            for label in known.labels
-            if label in known.overflowing or known.alone("f16", label).lost > MOST_LOST
-        ]
+    scores, kept = dict[Keep, float](), list[Keep]()
+    every = known.share(known.active) or 1
+    for label in known.labels:
+        selector, found = known.selector(label), known.alone(half, label)
+        if half == "f16" and (label in known.overflowing or found.lost > MOST_LOST):
+            kept.append(selector)
+        groups = known.selected([selector]) & known.active
+        work = known.share(groups) / every + len(groups) / len(known.active)
+        scores[selector] = found.error**2 / work
+    lists, done = [kept], known.selected(kept)
+    for selector in sorted(scores, key=scores.__getitem__, reverse=True):
+        new = known.selected([selector]) & known.active
+        if not new <= done:
+            done |= new
+            lists.append([*lists[-1], selector])
     return [
         PrecisionPolicy(
             half,
             tuple(x.pattern for x in selectors if x.kind == "keep"),
             tuple(x.pattern for x in selectors if x.kind == "functions"),
         )
-        for selectors in _lists(known, kept, known.labels, [half])
+        for selectors in lists
     ]
 
 
-def policies_fp8(known: Study, base: PrecisionPolicy) -> list[PrecisionPolicy]:
-    """Returns policies with fp8, each with one more linear layer in 16 bits; last `base`."""
-    chosen = sorted(known.fp8 & known.parts(base)[0])
-    labels = dict.fromkeys(known.groups[i].label for i in chosen)
-    lists = _lists(known, (), labels, EIGHTS)[:-1]
-    keeps = [tuple(x.pattern for x in kept) for kept in lists]
-    return [
-        *(dataclasses.replace(base, fp8=True, keep_fp8=keep) for keep in keeps),
-        base,
-    ]
-
-
-def _lists(
-    known: Study, first: Sequence[Keep], labels: Iterable[str], formats: Sequence[str]
-) -> list[tuple[Keep, ...]]:
-    """Returns growing lists of selectors, without those in vain.
-
-    Labels with much squared error for the work that their selectors keep come first. The
-    work is the share of the matmuls' operations and the share of the groups.
-    """
-    flops = sum(known.flops[i] for i in known.active) or 1
-    scores = dict[Keep, float]()
-    for label in labels:
-        selector = known.selector(label)
-        groups = known.selected([selector]) & known.active
-        work = sum(known.flops[i] for i in groups) / flops
-        square = sum(known.alone(x, label).error ** 2 for x in formats)
-        scores[selector] = square / (work + len(groups) / len(known.active))
-    lists, done = [tuple(first)], known.selected(first)
-    for selector in sorted(scores, key=scores.__getitem__, reverse=True):
-        new = known.selected([selector]) & known.active
-        if not new <= done:
-            done |= new
-            lists.append((*lists[-1], selector))
-    return lists
-
-
-def within(known: Study, name: str, limit: float) -> list[PrecisionPolicy]:
-    """Returns the policies for bf16, f16 or fp8 from the first that is good enough on.
-
-    There always is one: the last keeps everything in f32, or for fp8 everything in bf16.
-    """
-    if name == "fp8":
-        base = within(known, "bf16", min(limit, LIMITS["bf16"]))[0]
-        found = policies_fp8(known, base)
-    else:
-        found = policies(known, name)
+def within(known: Study, half: str, limit: float) -> list[PrecisionPolicy]:
+    """Returns the policies from the first on whose emulation is good enough."""
+    found = policies(known, half)
     first = bisect.bisect_left(found, True, key=lambda x: known.error(x) <= limit)
     return found[min(first, len(found) - 1) :]
 
 
-def propose(known: Study, name: str, limit: float) -> Candidate:
+def propose(known: Study, half: str, limit: float) -> Candidate:
     """Returns the policy with the shortest keep-list whose emulation is good enough."""
-    found, remark = within(known, name, limit)[0], ""
-    if name == "f16":
+    found, remark = within(known, half, limit)[0], ""
+    if half == "f16":
         remark = "Take the gradient with `mpx.value_and_grad` and a loss scaling."
-    if name == "fp8" and not known.fp8:
-        remark = (
-            "fp8 changes nothing here: no matmul with a parameter is large enough to "
-            "gain. `mpx.inspect.report(mpx.fp8(loss), ...)` says why."
-        )
-    elif name == "fp8" and not found.fp8:
-        remark = "No linear layer is left in fp8: use bf16."
-    elif known.active and not known.parts(found)[0]:
+    if known.active and not known.low(found):
         remark = (
             "Nothing is left in 16 bits: the operations at fault have no name that is "
             "theirs alone. Put them into a `jax.named_scope`, or use another format."
