@@ -15,14 +15,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpx.inspect._cluster import conformance
     from mpx.inspect._doctor import doctor
 
-    measure = not arguments.no_measure
     if arguments.cluster:
         if arguments.processes > 1 and not jax.distributed.is_initialized():
             # Slurm and others describe the job, so that no arguments are needed.
             place = arguments.coordinator, arguments.processes, arguments.process_id
             jax.distributed.initialize(*(place if arguments.coordinator else ()))
         check_processes(arguments.processes)
-    found = (conformance if arguments.cluster else doctor)(measure=measure)
+    found = (conformance if arguments.cluster else doctor)()
     is_first = jax.process_index() == 0  # pyright: ignore[reportUnknownMemberType]
     if is_first or not arguments.cluster:
         print(found.to_json(indent=2) if arguments.json else found)
@@ -37,7 +36,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "what this machine or cluster offers, and which precision"
     doctor = commands.add_parser("doctor", help=text, description=text)
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument("--no-measure", action="store_true", help="time nothing")
     group = doctor.add_argument_group(
         "on a cluster", "Start the same command in every process of a job."
     )

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -25,7 +25,7 @@ from mpx._gradients._grad import value_and_grad
 from mpx._jax._processes import gather
 from mpx._scaling._loss_scaling import DynamicLossScaling
 from mpx.inspect._collectives import Collective, collectives
-from mpx.inspect._doctor import Check, Diagnosis, Rate, doctor, fastest, versions
+from mpx.inspect._doctor import Check, Diagnosis, doctor, versions
 from mpx.inspect._result import amount
 
 # What changes the programs or the numbers of a process.
@@ -43,21 +43,18 @@ T = TypeVar("T")
 Options = dict[str, str | bool] | None
 
 
-def conformance(*, measure: bool = True) -> Diagnosis:
-    """Runs all checks, and times the collectives; every process of the job must call it."""
-    checks, rates = [check_devices()], ()
+def conformance() -> Diagnosis:
+    """Runs all checks; every process of the job must call it."""
+    checks = [check_devices()]
     if checks[0].passed:
         checks.append(check_versions(gather(describe())))
     # Processes of different versions may run different programs, and then they hang.
     if all(check.passed for check in checks):
-        mesh = make_mesh()
-        trial = Trial(mesh)
+        trial = Trial(make_mesh())
         checks += [check_decisions(trial), check_wire(trial)]
-        rates = measure_rates(mesh) if measure and mesh.size > 1 else ()
     else:
         checks.append(Check("all others", None, "not run: see above"))
-    found = doctor(measure=False)
-    return dataclasses.replace(found, checks=tuple(checks), rates=rates)
+    return dataclasses.replace(doctor(), checks=tuple(checks))
 
 
 def judge(name: str, rows: Sequence[tuple[str, T]], usual: T | None = None) -> Check:
@@ -129,16 +126,16 @@ class Trial:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self._everywhere = mesh, NamedSharding(mesh, P())
-        self._cut = NamedSharding(mesh, P("data"))
-        self.width = mesh.size * -(-64 // mesh.size)
-        self._where = jax.tree.map(
-            lambda x: self._cut if x.ndim == 2 else self._everywhere,
+        self.mesh, self.width = mesh, mesh.size * -(-64 // mesh.size)
+        self._cut, everywhere = (NamedSharding(mesh, x) for x in (P("data"), P()))
+        self._state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=self._cut if x.ndim == 2 else everywhere
+            ),
             jax.eval_shape(self._init),
         )
-        self._jitted = jax.jit(
-            self._step, out_shardings=(self._where, self._everywhere)
-        )
+        self._where = jax.tree.map(lambda x: x.sharding, self._state)
+        self._jitted = jax.jit(self._step, out_shardings=(self._where, everywhere))
 
     def run(self, devices: Sequence[int]) -> list[list[bool]]:
         """Returns for each local device which steps it skipped.
@@ -153,19 +150,14 @@ class Trial:
             found.append([not np.asarray(shard.data) for shard in shards])
         return [list(row) for row in zip(*found, strict=True)]
 
-    def compile_step(self, options: Options = None) -> jax.stages.Compiled:
-        """Compiles one step, with options of the compiler."""
-        state = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            jax.eval_shape(self._init),
-            self._where,
-        )
+    def collectives(self, options: Options = None) -> Sequence[Collective]:
+        """Returns the collectives of one step, compiled with some options."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._jitted.lower(state, number, number).compile(options)
+        lowered = self._jitted.lower(self._state, number, number)
+        return collectives(lowered.compile(options))
 
     def _init(self) -> PyTree:
-        width = self.width
-        up, down = jax.random.split(jax.random.key(0))
+        width, (up, down) = self.width, jax.random.split(jax.random.key(0))
         params = {
             "up": jax.random.normal(up, (width, 4 * width)) * width**-0.5,
             "bias": jnp.zeros(4 * width),
@@ -213,24 +205,17 @@ def check_decisions(trial: Trial) -> Check:
     return judge("skips", rows, told([device >= 0 for device in devices]))
 
 
-# --- The wire -------------------------------------------------------------------------
-
-
 def check_wire(trial: Trial, options: Options = None) -> Check:
-    """Checks the dtypes that one FSDP step sends."""
-    found = collectives(trial.compile_step(options))
-    return judge_wire(found, 4 * trial.width**2, trial.mesh.size)
-
-
-def judge_wire(found: Sequence[Collective], size: int, devices: int) -> Check:
-    """Compares the dtypes of weights and gradients of this size with what was asked for."""
-    name = "wire of an FSDP step"
+    """Compares the dtypes of weights and gradients with what was asked for."""
+    name, devices = "wire of an FSDP step", trial.mesh.size
     if devices == 1:
         return Check(name, None, "not run: there is one device")
+    size = 4 * trial.width**2
     sizes = {"all-gather": size, "all-reduce": size, "reduce-scatter": size // devices}
-    heavy = [x for x in found if math.prod(x.shape) == sizes.get(x.kind)]
-    weights = [x for x in heavy if x.kind == "all-gather"]
-    sums = [x for x in heavy if x.kind != "all-gather"]
+    weights, sums = list[Collective](), list[Collective]()
+    for x in trial.collectives(options):
+        if math.prod(x.shape) == sizes.get(x.kind):
+            (weights if x.kind == "all-gather" else sums).append(x)
 
     def told(chosen: Sequence[Collective]) -> str:
         dtypes = ", ".join(sorted({x.dtype for x in chosen})) or "no collective"
@@ -242,35 +227,3 @@ def judge_wire(found: Sequence[Collective], size: int, devices: int) -> Check:
     right = dtypes == ({half()}, {"f32"})
     wanted = "" if right else f"; asked for {half()} and f32"
     return Check(name, here.passed and right, here.figures + wanted)
-
-
-# --- Bandwidth ------------------------------------------------------------------------
-
-
-def measure_rates(mesh: Mesh, sizes: tuple[int, ...] = ()) -> tuple[Rate, ...]:
-    """Times the collectives over all devices, for arrays of at least these bytes."""
-    is_cpu, count = jax.default_backend() == "cpu", mesh.size
-    spec, place, found = P("data"), NamedSharding(mesh, P("data")), list[Rate]()
-    for kind, (func, parts) in _KINDS.items():
-        for size in sizes or ((2**16, 2**23) if is_cpu else (2**20, 2**28)):
-            length = -(-size // (4 * count)) * count  # of the whole array
-            held = length // count if kind == "all-gather" else length  # by each device
-            total = held * count
-            x = jax.jit(jnp.ones, static_argnums=0, out_shardings=place)(total)
-            call = jax.jit(
-                jax.shard_map(
-                    func, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-                )
-            )
-            seconds = max(gather(fastest(call, x)))
-            sent = parts * 4 * length * (count - 1) / count
-            found.append(Rate(kind, 4 * length, seconds, sent / seconds))
-    return tuple(found)
-
-
-# For each kind the function, and the part of the array that a device sends in a ring of many.
-_KINDS: dict[str, tuple[Callable[[Array], Array], int]] = {
-    "all-reduce": (lambda x: lax.psum(x, "data"), 2),
-    "all-gather": (lambda x: lax.all_gather(x, "data", tiled=True), 1),
-    "reduce-scatter": (lambda x: lax.psum_scatter(x, "data", tiled=True), 1),
-}

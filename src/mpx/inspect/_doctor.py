@@ -3,28 +3,19 @@
 import dataclasses
 import platform
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import jaxlib
-from jax import Array
 
 from mpx._jax._devices import cuda_capability
 from mpx._jax._version import __version__, version_tuple
 from mpx.inspect._result import Result, Table, amount
 
 # The compute capability since which matmuls run in a format.
-CUDA_SINCE = {
-    "f16": (7, 0),
-    "bf16": (8, 0),
-    "tf32": (8, 0),
-    "fp8": (8, 9),
-    "mx": (10, 0),
-}
+CUDA_SINCE = dict(f16=(7, 0), bf16=(8, 0), tf32=(8, 0), fp8=(8, 9), mx=(10, 0))
 # JAX calls the seventh generation "TPU7x".
 TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
 
@@ -37,15 +28,6 @@ class Check(NamedTuple):
     figures: str
 
 
-class Rate(NamedTuple):
-    """The measured speed of a collective."""
-
-    kind: str
-    bytes: int  # of the whole array
-    seconds: float  # of the fastest call, on the slowest process
-    bus: float  # bytes per second that each device sends, by the usual ring algorithms
-
-
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Result):
     """What a machine or a cluster offers; made by `doctor`.
@@ -56,13 +38,11 @@ class Diagnosis(Result):
         platform: The default backend: "cpu", "gpu", "tpu".
         devices: How many devices of each kind there are, on all hosts.
         memory: The bytes of memory of a device; `None` if JAX does not tell.
-        bandwidth: The measured memory bandwidth in bytes per second, or `None`.
         formats: The formats in which matmuls run natively; `None` if that is not known.
         policy: The recommended precision, as code.
         reason: Why.
         problems: What is wrong with this installation.
         checks: Whether processes agree, by `python -m mpx doctor --cluster`.
-        rates: The measured speed of collectives, by the same.
     """
 
     versions: Mapping[str, str]
@@ -70,13 +50,11 @@ class Diagnosis(Result):
     platform: str
     devices: Mapping[str, int]
     memory: int | None
-    bandwidth: float | None
     formats: tuple[str, ...] | None
     policy: str
     reason: str
     problems: tuple[str, ...]
     checks: tuple[Check, ...] = ()
-    rates: tuple[Rate, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -89,26 +67,16 @@ class Diagnosis(Result):
         for kind, count in self.devices.items():
             text += f"\n{count} × {kind} ({self.platform})"
             text += f" with {amount(self.memory, 'B')}" if self.memory else ""
-        if self.bandwidth:
-            text += f"\nMemory: {amount(self.bandwidth, 'B/s')} (measured)."
         if self.formats is not None:
             text += f"\nNative matmuls: {', '.join(self.formats)}."
         found = [Table.text(text)]
         found.append(Table.text(f"{self.policy}\n{self.reason}", "Recommended"))
         found += [Table.text(problem, "Problem") for problem in self.problems]
-        words = {True: "pass", False: "FAIL", None: "–"}
         if self.checks:
+            words = {True: "pass", False: "FAIL", None: "–"}
             rows = [(x.name, words[x.passed], x.figures) for x in self.checks]
             title = f"Processes: {self.processes}"
             found.append(Table(("check", "result", ""), rows, title))
-        if self.rates:
-            rows = [
-                (kind, amount(size, "B"), f"{1e6 * seconds:.0f} µs", amount(bus, "B/s"))
-                for kind, size, seconds, bus in self.rates
-            ]
-            head, right = ("collective", "array", "time", "bus"), frozenset({1, 2, 3})
-            found.append(Table(head, rows, "f32 collectives", right))
-        if self.checks:
             is_bad = any(x.passed is False for x in self.checks)
             found.append(
                 Table.text("A check FAILED." if is_bad else "No check failed.")
@@ -116,26 +84,21 @@ class Diagnosis(Result):
         return found
 
 
-def doctor(*, measure: bool = True) -> Diagnosis:
+def doctor() -> Diagnosis:
     """Returns what this machine offers for mixed precision, and what to use on it.
 
-    Args:
-        measure: Whether to time the memory, which takes a second.
-
     Examples:
-        >>> doctor(measure=False).versions["jax"] == jax.__version__
+        >>> doctor().versions["jax"] == jax.__version__
         True
     """
     policy, reason = recommend(found := formats())
-    # Only a device of this process tells.
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return Diagnosis(
         versions=versions() | {"on": platform.machine()},
         processes=jax.process_count(),
         platform=jax.default_backend(),
         devices=dict(Counter(device.device_kind for device in jax.devices())),
-        memory=memory,
-        bandwidth=_bandwidth() if measure else None,
+        # Only a device of this process tells.
+        memory=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
         formats=found,
         policy=policy,
         reason=reason,
@@ -184,25 +147,5 @@ def problems(jaxlib_version: str, machine: str) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of mpx, JAX and Python."""
-    return {
-        "mpx": __version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "Python": platform.python_version(),
-    }
-
-
-def fastest(call: Callable[[Array], Array], x: Array) -> float:
-    """Returns the seconds of the fastest of ten calls, after one that compiles."""
-    times = list[float]()
-    for _ in range(11):  # the same on every process: a collective waits for all of them
-        before = time.perf_counter()
-        jax.block_until_ready(call(x))
-        times.append(time.perf_counter() - before)
-    return min(times[1:])
-
-
-def _bandwidth() -> float:
-    """Returns the bytes per second that an addition reads and writes."""
-    x = jnp.zeros(2**22 if jax.default_backend() == "cpu" else 2**28)
-    return 2 * x.nbytes / fastest(jax.jit(lambda x: x + 1), x)
+    found = {"mpx": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return found | {"Python": platform.python_version()}
