@@ -22,6 +22,7 @@ from mpx.inspect._result import Result, Table, amount, percent, short_source, to
 # --- What amp and fp8 decided ---------------------------------------------------------
 
 _BY_USER = ("policy ", "scope ", "function ", "parameter ")
+_OPAQUE = (UNKNOWN, REASONS["pallas_call"])
 
 
 class Recognised(NamedTuple):
@@ -63,29 +64,24 @@ class AmpView:
             if x.primitive in (low if x.rule == Rule.LOW else names)
         )
 
-    @property
-    def kept(self) -> tuple[Decision, ...]:
-        """The operations in f32 or as written, by a rule or because it was asked for."""
 
-        def is_kept(x: Decision) -> bool:
-            if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
-                is_low = short_dtypes(x.after[:1]) == self.dtype
-                return not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
-            if x.rule in PRESETS:
-                return not x.reason.startswith(_BY_USER)
-            return x.rule in (Rule.F32, Rule.ORIGINAL) and not _is_opaque(x)
-
-        return tuple(filter(is_kept, self.decisions))
-
-    @property
-    def opaque(self) -> tuple[Decision, ...]:
-        """The operations that run as written because autocast does not know them."""
-        return tuple(filter(_is_opaque, self.decisions))
-
-
-def _is_opaque(decision: Decision) -> bool:
-    reasons = (UNKNOWN, REASONS["pallas_call"])
-    return decision.rule == Rule.ORIGINAL and decision.reason in reasons
+def _kept(
+    decisions: Iterable[Decision], dtype: str
+) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
+    """Returns what is in f32 or as written for a reason, and what `amp` does not know."""
+    kept, opaque = list[Kept](), list[Kept]()
+    for x in decisions:
+        is_opaque = x.rule == Rule.ORIGINAL and x.reason in _OPAQUE
+        is_kept = x.rule in (Rule.F32, Rule.ORIGINAL)
+        if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
+            is_low = short_dtypes(x.after[:1]) == dtype
+            is_kept = not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
+        if x.rule in PRESETS:
+            is_kept = not x.reason.startswith(_BY_USER)
+        row = Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
+        if is_opaque or is_kept:
+            (opaque if is_opaque else kept).append(row)
+    return tuple(kept), tuple(opaque)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,21 +122,19 @@ class Fp8View(Result):
         total = sum(x.flops for x in self.matmuls) or 1
         rows = [
             (
-                x.param or "–",
+                x.param or x.scope or short_source(x.source),
                 "×".join(map(str, x.shape)),
                 str(x.times),
                 percent(x.flops / total),
                 x.reason or "fp8",
-                x.scope,
-                short_source(x.source),
             )
             for x in self.matmuls
         ]
-        head = ("parameter", "shape", "times", "FLOPs", "fp8, or why not", "scope")
         if not rows:
             return [Table.text("No matmuls that fp8 could change.")]
+        head = "parameter, or place", "shape", "times", "FLOPs", "fp8, or why not"
         share = f"{percent(self.share)} of the forward matmul operations run in fp8."
-        return [Table((*head, "source"), rows, share, frozenset({2, 3}))]
+        return [Table(head, rows, share, frozenset({2, 3}))]
 
 
 # --- The report -----------------------------------------------------------------------
@@ -189,16 +183,6 @@ class Report(Result):
         return {dtype: count / sum(flops.values()) for dtype, count in ordered}
 
     @property
-    def params(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """By parameter, then by dtype: the FLOPs and bytes of the matmuls that read it."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for x in (x for x in self.matmuls if x.place.param):
-            dtypes = found.setdefault(x.place.param, {})
-            flops, bytes = dtypes.get(x.dtype, (0, 0))
-            dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
-        return found
-
-    @property
     def recognised(self) -> tuple[Recognised, ...]:
         """Attention and experts that `amp` found, in a kernel or not."""
         rows = dict[Recognised, None]()
@@ -222,11 +206,10 @@ class Report(Result):
         rows = [(x.what, words[x.found], *x[2:]) for x in self.recognised]
         if rows:
             found.append(Table(("recognised", "", "how, or why not", "source"), rows))
+        what, empty = "in f32 or as written", "Nothing is kept in f32."
         if self.amp is None:
-            found.append(_grouped("in f32", self.kept, "Nothing is promoted to f32."))
-        else:
-            what, empty = "in f32 or as written", "Nothing is kept in f32."
-            found.append(_grouped(what, self.kept, empty))
+            what, empty = "in f32", "Nothing is promoted to f32."
+        found.append(_grouped(what, self.kept, empty))
         if self.amp is not None or self.opaque:
             what, empty = "unknown, as written", "Nothing is unknown."
             found.append(_grouped(what, self.opaque, empty))
@@ -333,19 +316,12 @@ def report(
             rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
             decisions=tuple(dict.fromkeys(recording.decisions)),
         )
-        kept, opaque = map(_as_kept, (amp.kept, amp.opaque))
+        kept, opaque = _kept(amp.decisions, amp.dtype)
     if recording.recipes:
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
     rows = matmuls, kept, by_dtype(peak(full.jaxpr).saved), opaque
     return Report(*rows, passes, amp, fp8)
-
-
-def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
-    return tuple(
-        Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
-        for x in decisions
-    )
 
 
 def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, str]:
