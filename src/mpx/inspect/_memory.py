@@ -1,6 +1,5 @@
 """The memory of a training step, predicted before anything runs."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -120,11 +119,10 @@ def memory(
         >>> {x.name: f"{x.peak / 1e9:.1f} GB" for x in found.options[:2]}
         {'f32': '0.6 GB', 'amp bf16': '0.4 GB'}
     """
-    with contextlib.ExitStack() as stack:
-        if cuda_capability() is None:  # as an H200
-            stack.enter_context(assumed_gpu((9, 0)))
-            stack.enter_context(assumed_cudnn(91000))
-        return Memory(tuple(_options(func, args, kwargs, optimizer)))
+    if cuda_capability() is None:
+        with assumed_gpu((9, 0)), assumed_cudnn(91000):
+            return memory(func, *args, optimizer=optimizer, **kwargs)
+    return Memory(tuple(_options(func, args, kwargs, optimizer)))
 
 
 def _options(
