@@ -1,7 +1,6 @@
 """`advise`: which precision for which part of a function, emulated or measured."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxtyping import PyTree
@@ -15,14 +14,9 @@ from mpx.inspect._policies import (
     PrecisionPolicy,
     Study,
     propose,
-    within,
 )
 from mpx.inspect._result import Result, Table, percent
 
-_LIMIT, _MEASURED_LIMIT = 0.05, 0.02
-"""The gradient errors that are good enough. The first is a judgement: about what one 16-bit
-rounding of every operand does to the gradient of a healthy model."""
-_TRIES = 4  # keep-lists of one format that are measured until one is good enough
 _SHOWN = 30
 
 
@@ -68,22 +62,20 @@ class Advice(Result):
     Attributes:
         groups: The groups of operations that `amp` runs in 16 bits, worst first.
         proposals: By bf16 and f16, as asked for: the policy with the shortest keep-list
-            that is good enough in the emulation.
-        candidates: The measured policies, those with most work in 16 bits first. Empty
-            without `measure`.
-        policy: The first of them that is good enough; `None` without `measure`.
+            that is good enough.
         loss_scale: The loss scale that was assumed for f16.
         opaque: Operations that were run as written, and whose inside is not judged.
-        remark: The result of the measurements in one sentence.
     """
 
     groups: tuple[GroupAdvice, ...]
     proposals: Mapping[str, Candidate]
-    candidates: tuple[Candidate, ...]
-    policy: PrecisionPolicy | None
     loss_scale: float
     opaque: tuple[str, ...]
-    remark: str
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The proposed policy with the most work in 16 bits; bf16 wins ties."""
+        return max(self.proposals.values(), key=lambda x: x.share).policy
 
     def proposal(self, name: str) -> Candidate:
         """Returns the proposal for bf16 or f16."""
@@ -93,7 +85,7 @@ class Advice(Result):
         return self.proposals[name]
 
     def tables(self) -> Sequence[Table]:
-        """Returns the groups, then the measured policies or else the proposals."""
+        """Returns the groups, then the proposals."""
         formats = list(self.groups[0].errors) if self.groups else []
         total = sum(x.flops for x in self.groups) or 1
         rows = [
@@ -113,22 +105,7 @@ class Advice(Result):
             texts.append(f"{rest} more groups have smaller errors.")
         if self.opaque:
             texts.append(f"Not looked into: {', '.join(self.opaque)}.")
-        if self.policy is None:
-            tables += [_described(*item) for item in self.proposals.items()]
-        else:
-            rows = [
-                (
-                    str(x.policy),
-                    f"{x.predicted_error:.1e}",
-                    f"{x.error or 0:.1e}",
-                    percent(x.share),
-                )
-                for x in self.candidates
-            ]
-            head = ("policy", "predicted", "measured", "matmuls in 16 bits")
-            title, right = "Error of the gradient", frozenset({1, 2, 3})
-            tables.append(Table(head, rows, title, right))
-            texts.append(f"{self.remark}\n{self.policy}")
+        tables += [_described(*item) for item in self.proposals.items()]
         return [*tables, *map(Table.text, texts)]
 
 
@@ -138,51 +115,11 @@ def _number(value: float) -> str:
 
 def _described(name: str, proposal: Candidate) -> Table:
     policy = proposal.policy
-    error = f"gradient error {_number(proposal.predicted_error)}"
+    error = f"gradient error {_number(proposal.error)}"
     if policy.keep or policy.functions:
         error += f", instead of {_number(proposal.default)} without keep"
     lines = filter(None, (str(policy), error, proposal.remark))
     return Table.text("\n".join(lines), f"{name}:")
-
-
-def measure_all(study: Study, wanted: Sequence[str], limit: float) -> list[Candidate]:
-    """Returns measured policies: the default first, then those proposed for each format.
-
-    Where an emulation was too hopeful, the next longer keep-lists are measured.
-    """
-    study.measure(PrecisionPolicy(wanted[0]))
-    for name in wanted:
-        for policy in within(study, name, limit)[:_TRIES]:
-            if study.measure(policy) <= limit:
-                break
-    return [study.candidate(policy) for policy in study.measured]
-
-
-def choose(
-    candidates: Sequence[Candidate], limit: float
-) -> tuple[PrecisionPolicy, str]:
-    """Returns the policy within the limit with most work in 16 bits, and why.
-
-    The first is the default of `amp`. It wins ties.
-    """
-
-    def error(x: Candidate) -> float:
-        return math.inf if x.error is None else x.error
-
-    usual, good = candidates[0], [x for x in candidates if error(x) <= limit]
-    if not good:
-        best = min(candidates, key=error)
-        return best.policy, (
-            f"No measured policy reaches {limit:g}: this is the most exact, with "
-            f"{error(best):.1e}. Pass a larger `max_grad_error`, or stay in f32."
-        )
-    if usual in good:
-        return usual.policy, f"The default of `amp` is within {limit:g}."
-    best = max(good, key=lambda x: x.share)
-    return best.policy, (
-        f"This has the most work in 16 bits within {limit:g}. The default of `amp` has an "
-        f"error of {error(usual):.1e}."
-    )
 
 
 def advise(
@@ -190,7 +127,7 @@ def advise(
     /,
     *args: PyTree,
     formats: Sequence[str] = ("bf16", "f16", "e4m3", "e5m2"),
-    max_grad_error: float | None = None,
+    max_grad_error: float = 0.05,
     measure: bool = False,
     **kwargs: PyTree,
 ) -> Advice:
@@ -213,9 +150,10 @@ def advise(
         *args: Its arguments, with real numbers: those of a batch.
         formats: The formats to judge: of bf16, f16, e4m3 and e5m2.
         max_grad_error: The largest gradient error of the proposed policies, relative to the
-            gradient. By default 0.05, and 0.02 if measured.
-        measure: Whether to run the proposals, and longer keep-lists where one is not good
-            enough, and to choose the one with the most work in 16 bits.
+            gradient. The default is about what one 16-bit rounding of every operand does to
+            the gradient of a healthy model.
+        measure: Whether to run the proposals as well, and longer keep-lists where one is not
+            good enough. The errors are then those of the real gradients.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -242,29 +180,21 @@ def advise(
             f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
         )
     formats = tuple(name for name in known if name in chosen)
-    if max_grad_error is not None and not max_grad_error > 0:
+    if not max_grad_error > 0:
         raise ValueError(
             "`max_grad_error` must be a positive number such as 0.02, but it is "
             f"{max_grad_error}."
         )
     wanted = [x for x in HALVES if x in formats] or ["bf16"]
     study = Study(func, args, kwargs, formats)
-    proposals = {x: propose(study, x, max_grad_error or _LIMIT) for x in wanted}
-    candidates, policy, remark = list[Candidate](), None, ""
-    if measure:
-        limit = max_grad_error or _MEASURED_LIMIT
-        candidates = measure_all(study, wanted, limit)
-        policy, remark = choose(candidates, limit)
+    proposals = {x: propose(study, x, max_grad_error, measure) for x in wanted}
     groups = [_advice(study, label, formats) for label in study.labels]
     tell("")
     return Advice(
         groups=tuple(sorted(groups, key=lambda row: -row.errors[formats[0]])),
         proposals=proposals,
-        candidates=tuple(sorted(candidates, key=lambda x: -x.share)),
-        policy=policy,
         loss_scale=study.scale,
         opaque=tuple(sorted(study.emulation.opaque)),
-        remark=remark,
     )
 
 

@@ -73,23 +73,21 @@ class PrecisionPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A policy with its predictions, and its measured error if there is one.
+    """A proposed policy.
 
     Attributes:
         policy: The policy; `policy.apply(loss)` applies it, and `str(policy)` is its code.
-        predicted_error: The error of the emulated gradient, relative to the gradient.
+        error: The error of the gradient, relative to the gradient, emulated or measured. It
+            is infinite if the gradient is not finite.
+        default: The same without any keep-list.
         share: The share of the matmuls' operations that run in 16 bits.
-        default: The predicted error without any keep-list.
-        error: The measured error, `None` if it was not measured. It is infinite if the
-            gradient is not finite.
         remark: What to know before it is used.
     """
 
     policy: PrecisionPolicy
-    predicted_error: float
-    share: float
+    error: float
     default: float
-    error: float | None = None
+    share: float
     remark: str = ""
 
 
@@ -112,7 +110,7 @@ class Study:
                 "predicted. Pass the function that you gave to them."
             )
         self._call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
-        self.measured: dict[PrecisionPolicy, float] = {}  # errors
+        self._measured: dict[PrecisionPolicy, float] = {}  # errors
         tell("advise: tracing the function")
         with_fp8 = any(x in formats for x in EIGHTS)
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
@@ -203,21 +201,15 @@ class Study:
 
     def measure(self, policy: PrecisionPolicy) -> float:
         """Returns the error of the real gradient; runs it once."""
-        if policy not in self.measured:
+        if policy not in self._measured:
             tell(f"advise: measuring {policy}")
             func, args, kwargs = self._call
             scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
             with gradient_function():
                 grad = gradient(program(policy.apply(func), args, kwargs), scaling)
             grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
-            self.measured[policy] = change(grads, self.emulation.exact).error
-        return self.measured[policy]
-
-    def candidate(self, policy: PrecisionPolicy, remark: str = "") -> Candidate:
-        """Returns a policy with what is known of it."""
-        share, default = self.share(self.low(policy)), PrecisionPolicy(policy.half)
-        errors = self.error(policy), share, self.error(default)
-        return Candidate(policy, *errors, self.measured.get(policy), remark)
+            self._measured[policy] = change(grads, self.emulation.exact).error
+        return self._measured[policy]
 
 
 # --- The search -----------------------------------------------------------------------
@@ -255,21 +247,35 @@ def policies(known: Study, half: str) -> list[PrecisionPolicy]:
     ]
 
 
-def within(known: Study, half: str, limit: float) -> list[PrecisionPolicy]:
-    """Returns the policies from the first on whose emulation is good enough."""
-    found = policies(known, half)
-    first = bisect.bisect_left(found, True, key=lambda x: known.error(x) <= limit)
-    return found[min(first, len(found) - 1) :]
+def propose(known: Study, half: str, limit: float, measure: bool = False) -> Candidate:
+    """Returns the policy with the shortest keep-list that is good enough.
 
+    The search assumes that longer lists are more exact. It measures from the list on that is
+    good enough in the emulation.
+    """
+    found, error = policies(known, half), known.error
+    last = len(found) - 1
 
-def propose(known: Study, half: str, limit: float) -> Candidate:
-    """Returns the policy with the shortest keep-list whose emulation is good enough."""
-    found, remark = within(known, half, limit)[0], ""
+    def search(start: int) -> int:
+        return bisect.bisect_left(
+            found, True, start, last, key=lambda x: error(x) <= limit
+        )
+
+    first = search(0)
+    if measure:
+        error = known.measure
+        first = first if error(found[first]) <= limit else search(min(first + 1, last))
+    policy, remark = found[first], ""
     if half == "f16":
         remark = "Take the gradient with `mpx.value_and_grad` and a loss scaling."
-    if known.active and not known.low(found):
+    if error(policy) > limit:
+        remark = (
+            f"No keep-list reaches {limit:g}: allow a larger error, or stay in f32."
+        )
+    elif known.active and not known.low(policy):
         remark = (
             "Nothing is left in 16 bits: the operations at fault have no name that is "
             "theirs alone. Put them into a `jax.named_scope`, or use another format."
         )
-    return known.candidate(found, remark)
+    errors = error(policy), error(PrecisionPolicy(half))
+    return Candidate(policy, *errors, known.share(known.low(policy)), remark)
