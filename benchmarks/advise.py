@@ -22,7 +22,7 @@ from _faults.table import normal, weight
 from _measure import format_table, number, read_options
 from _models import make_task
 from _zoo import REGISTRY
-from mpx.inspect._policies import PrecisionPolicy, Study
+from mpx.inspect._advice import PrecisionPolicy, Study
 from text import TINY
 
 

@@ -13,8 +13,8 @@ import mpx
 import mpx.inspect
 from models import normal
 from mpx._casting._context import gradient_function
+from mpx.inspect._advice import Study
 from mpx.inspect._emulation import Rounded, _format, change, rounded
-from mpx.inspect._policies import Study
 
 
 def draw(seed, *shape, scale=1.0):

@@ -14,8 +14,8 @@ import pytest
 import mpx
 import mpx.inspect
 from models import normal
+from mpx.inspect._advice import Study, policies
 from mpx.inspect._emulation import Rounded
-from mpx.inspect._policies import Study, policies
 from test_advise import PARAMS, X, Y, plain, relative, sensitive
 
 measured = functools.partial(mpx.inspect.advise, measure=True)

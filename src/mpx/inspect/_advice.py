@@ -1,23 +1,290 @@
 """`advise`: which precision for which part of a function, emulated or measured."""
 
+import bisect
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
+import jax
 from jaxtyping import PyTree
 
+from mpx._amp import AmpRules, amp
+from mpx._casting._context import gradient_function, is_amp
+from mpx._fp8 import Fp8Function
+from mpx._jax._compat import primitive_name
 from mpx._jax._warn import tell
-from mpx.inspect._policies import (
-    EIGHTS,
-    HALVES,
-    MOST_LOST,
-    Candidate,
-    PrecisionPolicy,
-    Study,
-    propose,
-)
+from mpx._program._queries import MATMULS, flops, walk
+from mpx._scaling._loss_scaling import StaticLossScaling
+from mpx.inspect._emulation import Change, Emulation, Rounded, change
+from mpx.inspect._groups import Keep, label_of
+from mpx.inspect._program import gradient, program
 from mpx.inspect._result import Result, Table, percent
 
-_SHOWN = 30
+HALVES = ("bf16", "f16")
+EIGHTS = ("e4m3", "e5m2")
+MOST_LOST = 0.5
+"""The share of a parameter's gradient that f16 may make zero."""
+_SCALES = [2.0**x for x in range(24, -25, -1)]
+"""Loss scales, from the ceiling of `mpx.DynamicLossScaling.pow2()` on."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionPolicy:
+    """A precision for a function, as a transformation and as code.
+
+    Attributes:
+        half: `"bf16"` or `"f16"`.
+        keep: Expressions for what runs as it is written: see `mpx.amp`.
+        functions: Expressions for functions whose operations run as they are written.
+
+    Examples:
+        >>> print(PrecisionPolicy("bf16", keep=("^head/weight$",)))
+        mpx.amp(loss, "bf16", keep=['^head/weight$'])
+    """
+
+    half: str = "bf16"
+    keep: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+
+    def apply(self, func: Callable[P, T]) -> Callable[P, T]:
+        """Returns the function in this precision.
+
+        Gradients of an f16 function need a loss scale: take them with
+        `mpx.value_and_grad` and `mpx.DynamicLossScaling.pow2()`.
+        """
+        rules = None
+        if self.functions:
+            rules = AmpRules(functions=dict.fromkeys(self.functions, "original"))
+        return amp(func, self.half, keep=list(self.keep), rules=rules)
+
+    def __str__(self) -> str:
+        """Returns the code for a function that is called `loss`."""
+        code = f'mpx.amp(loss, "{self.half}"'
+        if self.keep:
+            code += f", keep={list(self.keep)!r}"
+        if self.functions:
+            rules = dict.fromkeys(self.functions, "original")
+            code += f", rules=mpx.AmpRules(functions={rules!r})"
+        return f"{code})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A proposed policy.
+
+    Attributes:
+        policy: The policy; `policy.apply(loss)` applies it, and `str(policy)` is its code.
+        error: The error of the gradient, relative to the gradient, emulated or measured. It
+            is infinite if the gradient is not finite.
+        default: The same without any keep-list.
+        share: The share of the matmuls' operations that run in 16 bits.
+        remark: What to know before it is used.
+    """
+
+    policy: PrecisionPolicy
+    error: float
+    default: float
+    share: float
+    remark: str = ""
+
+
+# --- A function under study -----------------------------------------------------------
+
+
+class Study:
+    """A function, what rounding does to its gradient, and the work of each group."""
+
+    def __init__(
+        self,
+        func: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        formats: Sequence[str] = (*HALVES, *EIGHTS),
+    ) -> None:
+        if is_amp(func) or isinstance(func, Fp8Function):
+            raise TypeError(
+                "The function is under `amp` or `fp8`, but what they would do is what is "
+                "predicted. Pass the function that you gave to them."
+            )
+        self._call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
+        self._measured: dict[PrecisionPolicy, float] = {}  # errors
+        tell("advise: tracing the function")
+        with_fp8 = any(x in formats for x in EIGHTS)
+        self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
+        self.groups, traced = self.emulation.groups, self.emulation.program
+        if any(not hasattr(x, "__array__") for x in traced.arrays):
+            raise TypeError(
+                "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
+                "Pass arrays with real numbers."
+            )
+        # The groups that `amp` runs in 16 bits, all and by label.
+        self.active = self.emulation.groups_of()
+        self.labels: dict[str, frozenset[int]] = {}
+        for i in sorted(self.active):
+            label = self.groups[i].label
+            self.labels[label] = self.labels.get(label, frozenset()) | {i}
+        # The operations of the matmuls of each group.
+        self.flops: collections.Counter[int | None] = collections.Counter()
+        for eqn, scopes, times, _ in walk(traced.jaxpr):
+            if primitive_name(eqn) in MATMULS:
+                self.flops[label_of(scopes)[0]] += flops(eqn) * times
+        if not self.change(Rounded()).is_finite:
+            raise ValueError(
+                "The gradient in f32 is not finite: there is nothing to compare with. "
+                "`mpx.inspect.explain` names the operation that is at fault."
+            )
+        # The loss scale for f16, and the labels of groups that do not fit into it.
+        self.scale, self.overflowing = 1.0, set[str]()
+        if "f16" in formats:
+            self.scale, self.overflowing = self._range()
+
+    def change(self, rounds: Rounded) -> Change:
+        """Returns what some rounding does to the gradient; runs it once."""
+        if rounds not in self._changes:
+            tell(f"advise: gradient {len(self._changes) + 1}")
+            grads = self.emulation.gradient(rounds)
+            self._changes[rounds] = change(grads, self.emulation.exact)
+        return self._changes[rounds]
+
+    def _range(self) -> tuple[float, set[str]]:
+        """Returns the loss scale at which f16 comes to rest, and what overflows with any."""
+        bad = set[str]()
+        if not self.change(Rounded("f16", self.active)).is_finite:
+            bad = {
+                label
+                for label, groups in self.labels.items()
+                if not self.change(Rounded("f16", groups, is_alone=True)).is_finite
+            }
+        rest = self.active.difference(*(self.labels[x] for x in bad))
+
+        def fits(scale: float) -> bool:
+            return self.change(Rounded("f16", rest, scale=scale)).is_finite
+
+        first = bisect.bisect_left(_SCALES, True, key=fits)
+        return _SCALES[min(first, len(_SCALES) - 1)], bad
+
+    def alone(self, name: str, label: str) -> Change:
+        """Returns what rounding the groups of one label does, in one format."""
+        groups = self.labels[label]
+        if name in EIGHTS:
+            eight = groups & self.emulation.groups_of(eight=True)
+            found = Rounded(eight=eight, eights=(name, name))
+            return self.change(found) if eight else Change(0.0, 0.0)
+        return self.change(Rounded(name, groups, scale=self.scale, is_alone=True))
+
+    def selector(self, label: str) -> Keep:
+        """Returns what keeps the groups of a label in f32."""
+        return self.groups[min(self.labels[label])].selector
+
+    def selected(self, selectors: Iterable[Keep]) -> frozenset[int]:
+        """Returns the groups that run as they are written."""
+        chosen, pairs = list(selectors), enumerate(self.groups)
+        return frozenset(i for i, x in pairs if any(y.selects(x) for y in chosen))
+
+    def low(self, policy: PrecisionPolicy) -> frozenset[int]:
+        """Returns the groups that a policy runs in 16 bits."""
+        kept = [Keep("keep", x) for x in policy.keep]
+        kept += [Keep("functions", x) for x in policy.functions]
+        return self.active - self.selected(kept)
+
+    def share(self, groups: Iterable[int]) -> float:
+        """Returns the share of the matmuls' operations that some groups have."""
+        return sum(self.flops[i] for i in groups) / (self.flops.total() or 1)
+
+    def error(self, policy: PrecisionPolicy) -> float:
+        """Returns the error of the emulated gradient."""
+        rounds = Rounded(policy.half, self.low(policy), scale=self.scale)
+        return self.change(rounds).error
+
+    def measure(self, policy: PrecisionPolicy) -> float:
+        """Returns the error of the real gradient; runs it once."""
+        if policy not in self._measured:
+            tell(f"advise: measuring {policy}")
+            func, args, kwargs = self._call
+            scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
+            with gradient_function():
+                grad = gradient(program(policy.apply(func), args, kwargs), scaling)
+            grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
+            self._measured[policy] = change(grads, self.emulation.exact).error
+        return self._measured[policy]
+
+
+# --- The search -----------------------------------------------------------------------
+
+
+def policies(known: Study, half: str) -> list[PrecisionPolicy]:
+    """Returns policies, each with one more selector; the last keeps everything in f32.
+
+    The first keeps only what f16 cannot hold. Then labels with much squared error for the
+    work that their selectors keep come first. The work is the share of the matmuls'
+    operations and the share of the groups. Selectors that select nothing new are left out.
+    """
+    scores, kept = dict[Keep, float](), list[Keep]()
+    every = known.share(known.active) or 1
+    for label in known.labels:
+        selector, found = known.selector(label), known.alone(half, label)
+        if half == "f16" and (label in known.overflowing or found.lost > MOST_LOST):
+            kept.append(selector)
+        groups = known.selected([selector]) & known.active
+        work = known.share(groups) / every + len(groups) / len(known.active)
+        scores[selector] = found.error**2 / work
+    lists, done = [kept], known.selected(kept)
+    for selector in sorted(scores, key=scores.__getitem__, reverse=True):
+        new = known.selected([selector]) & known.active
+        if not new <= done:
+            done |= new
+            lists.append([*lists[-1], selector])
+    return [
+        PrecisionPolicy(
+            half,
+            tuple(x.pattern for x in selectors if x.kind == "keep"),
+            tuple(x.pattern for x in selectors if x.kind == "functions"),
+        )
+        for selectors in lists
+    ]
+
+
+def propose(known: Study, half: str, limit: float, measure: bool = False) -> Candidate:
+    """Returns the policy with the shortest keep-list that is good enough.
+
+    The search assumes that longer lists are more exact. It measures from the list on that is
+    good enough in the emulation.
+    """
+    found, error = policies(known, half), known.error
+    last = len(found) - 1
+
+    def search(start: int) -> int:
+        return bisect.bisect_left(
+            found, True, start, last, key=lambda x: error(x) <= limit
+        )
+
+    first = search(0)
+    if measure:
+        error = known.measure
+        first = first if error(found[first]) <= limit else search(min(first + 1, last))
+    policy, remark = found[first], ""
+    if half == "f16":
+        remark = "Take the gradient with `mpx.value_and_grad` and a loss scaling."
+    if error(policy) > limit:
+        remark = (
+            f"No keep-list reaches {limit:g}: allow a larger error, or stay in f32."
+        )
+    elif known.active and not known.low(policy):
+        remark = (
+            "Nothing is left in 16 bits: the operations at fault have no name that is "
+            "theirs alone. Put them into a `jax.named_scope`, or use another format."
+        )
+    errors = error(policy), error(PrecisionPolicy(half))
+    return Candidate(policy, *errors, known.share(known.low(policy)), remark)
+
+
+# --- The result -----------------------------------------------------------------------
+
+_SHOWN = 30  # groups
 
 
 @dataclasses.dataclass(frozen=True)
