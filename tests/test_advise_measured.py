@@ -38,7 +38,7 @@ def test_policy_is_within_the_limit_as_users_run_it(tuned):
 
 
 def test_errors_are_measured_and_shown(tuned):
-    found = tuned.proposal("bf16")
+    found = tuned.proposals["bf16"]
     exact = jax.grad(sensitive)(PARAMS, X, Y)
     for policy, error in (
         (found.policy, found.error),
@@ -69,7 +69,7 @@ def test_policy_has_the_most_work_in_16_bits():
 
 def test_limit_that_nothing_reaches_is_said(monkeypatch):
     monkeypatch.setattr(Study, "measure", lambda self, policy: 0.1)
-    found = measured(plain, PARAMS, X, Y, formats="bf16").proposal("bf16")
+    found = measured(plain, PARAMS, X, Y, formats="bf16").proposals["bf16"]
     assert found.remark.startswith("No keep-list reaches 0.05")
     assert found.share == 0
 
@@ -78,7 +78,7 @@ def test_longer_keep_lists_are_measured_until_one_reaches_the_limit(monkeypatch)
     error = Study.error
     monkeypatch.setattr(Study, "error", lambda *args: error(*args) / 100)
     found = measured(sensitive, PARAMS, X, Y, max_grad_error=0.1, formats="bf16")
-    proposal = found.proposal("bf16")
+    proposal = found.proposals["bf16"]
     assert proposal.policy.keep
     assert proposal.error < 0.1 < proposal.default
 

@@ -93,14 +93,6 @@ def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
     assert [*doctor().devices.values()] == [2]
 
 
-def test_the_wrong_build_of_jaxlib_is_named():
-    assert _doctor.problems("0.11.2", "aarch64") == []
-    (wrong,) = _doctor.problems("0.10.2", "aarch64")
-    assert "computes wrong numbers on aarch64 CPUs, and this is one" in wrong
-    (harmless,) = _doctor.problems("0.10.2", "x86_64")
-    assert "this is one" not in harmless
-
-
 def test_the_command_prints_tables_or_json(capsys):
     assert main(["doctor"]) == 0
     assert "Recommended" in capsys.readouterr().out

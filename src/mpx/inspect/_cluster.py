@@ -160,7 +160,6 @@ class Trial:
         width, (up, down) = self.width, jax.random.split(jax.random.key(0))
         params = {
             "up": jax.random.normal(up, (width, 4 * width)) * width**-0.5,
-            "bias": jnp.zeros(4 * width),
             "down": jax.random.normal(down, (4 * width, width)) * 0.5 * width**-0.5,
         }
         return {"params": params, "scaling": DynamicLossScaling.pow2(2.0**10)}
@@ -171,7 +170,7 @@ class Trial:
         along = functools.partial(lax.with_sharding_constraint, shardings=self._cut)
 
         def loss(params: dict[str, Array], x: Array) -> Array:
-            hidden = jax.nn.relu(along(x @ params["up"]) + params["bias"])
+            hidden = jax.nn.relu(along(x @ params["up"]))
             out = along(hidden @ params["down"])
             return jnp.mean(cast_to_float32(out - x) ** 2)
 

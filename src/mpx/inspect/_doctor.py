@@ -11,7 +11,7 @@ import jax
 import jaxlib
 
 from mpx._jax._devices import cuda_capability
-from mpx._jax._version import __version__, version_tuple
+from mpx._jax._version import __version__
 from mpx.inspect._result import Result, Table, amount
 
 # The compute capability since which matmuls run in a format.
@@ -41,7 +41,6 @@ class Diagnosis(Result):
         formats: The formats in which matmuls run natively; `None` if that is not known.
         policy: The recommended precision, as code.
         reason: Why.
-        problems: What is wrong with this installation.
         checks: Whether processes agree, by `python -m mpx doctor --cluster`.
     """
 
@@ -53,16 +52,15 @@ class Diagnosis(Result):
     formats: tuple[str, ...] | None
     policy: str
     reason: str
-    problems: tuple[str, ...]
     checks: tuple[Check, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether there is no problem and no check failed."""
-        return not self.problems and all(x.passed is not False for x in self.checks)
+        """Whether no check failed."""
+        return all(x.passed is not False for x in self.checks)
 
     def tables(self) -> Sequence[Table]:
-        """Returns versions, devices, the recommendation, problems and checks."""
+        """Returns versions, devices, the recommendation and checks."""
         text = ", ".join(f"{k} {v}" for k, v in self.versions.items())
         for kind, count in self.devices.items():
             text += f"\n{count} × {kind} ({self.platform})"
@@ -71,16 +69,13 @@ class Diagnosis(Result):
             text += f"\nNative matmuls: {', '.join(self.formats)}."
         found = [Table.text(text)]
         found.append(Table.text(f"{self.policy}\n{self.reason}", "Recommended"))
-        found += [Table.text(problem, "Problem") for problem in self.problems]
         if self.checks:
             words = {True: "pass", False: "FAIL", None: "–"}
             rows = [(x.name, words[x.passed], x.figures) for x in self.checks]
             title = f"Processes: {self.processes}"
             found.append(Table(("check", "result", ""), rows, title))
-            is_bad = any(x.passed is False for x in self.checks)
-            found.append(
-                Table.text("A check FAILED." if is_bad else "No check failed.")
-            )
+            text = "No check failed." if self.passed else "A check FAILED."
+            found.append(Table.text(text))
         return found
 
 
@@ -102,7 +97,6 @@ def doctor() -> Diagnosis:
         formats=found,
         policy=policy,
         reason=reason,
-        problems=tuple(problems(jaxlib.__version__, platform.machine())),
     )
 
 
@@ -132,17 +126,6 @@ def recommend(native: Sequence[str] | None) -> tuple[str, str]:
         return code, "Only f16 runs natively, and it needs loss scaling."
     reason = "Only f32 is native: half precision saves memory, and rarely time."
     return "loss = loss  # f32", f"{reason} Use bf16 to test for an accelerator."
-
-
-def problems(jaxlib_version: str, machine: str) -> list[str]:
-    """Returns what is wrong with an installation."""
-    if version_tuple(jaxlib_version) != (0, 10, 2):
-        return []
-    here = ", and this is one" if machine in ("aarch64", "arm64") else ""
-    return [
-        f"jaxlib 0.10.2 computes wrong numbers on aarch64 CPUs{here}. "
-        'Run `pip install "jax!=0.10.2"`.'
-    ]
 
 
 def versions() -> dict[str, str]:

@@ -381,13 +381,12 @@ def explain(
     # NumPy warns of constants that overflow; they are reported here.
     with np.errstate(all="ignore"):
         forward = program(func, args, kwargs)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in forward.arrays):
-        raise TypeError(
-            "`explain` runs the function and needs arrays, but a `jax.ShapeDtypeStruct` "
-            "was given. Pass the batch and the parameters; `mpx.inspect.report` takes "
-            "shapes."
-        )
-    with np.errstate(all="ignore"):
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in forward.arrays):
+            raise TypeError(
+                "`explain` runs the function and needs arrays, but a "
+                "`jax.ShapeDtypeStruct` was given. Pass the batch and the parameters; "
+                "`mpx.inspect.report` takes shapes."
+            )
         whole, labels = _with_gradient(forward, scaling)
         # As written: without `amp` and `fp8`.
         plain = tuple(x for x in args if not isinstance(x, Fp8State))
