@@ -83,13 +83,13 @@ sys.exit(any([status(pid) for pid in pair]))
 DOCTOR = """
 import jax
 from mpx.__main__ import main
-from mpx.inspect import _cluster
+from mpx.inspect import _doctor
 
 options = ["doctor", "--cluster", "--json"]
 print("status", main(options))
-describe = _cluster.describe
+describe = _doctor.describe
 if jax.process_index() == 1:
-    _cluster.describe = lambda: describe() | {"jax": "0.1"}
+    _doctor.describe = lambda: describe() | {"jax": "0.1"}
 print("status", main(options))
 """
 # Arrays of which each process holds a part.

@@ -9,9 +9,8 @@ import jax
 import pytest
 
 from mpx.__main__ import main
-from mpx.inspect import Collective, _cluster, doctor
-from mpx.inspect._cluster import Trial, make_mesh
-from mpx.inspect._doctor import Check
+from mpx.inspect import Collective, _doctor, doctor
+from mpx.inspect._doctor import Check, Trial, make_mesh
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -47,7 +46,7 @@ def test_device_that_decides_alone_is_named(monkeypatch):
         return skipped
 
     monkeypatch.setattr(trial, "run", divergent)
-    skips = _cluster.check_decisions(trial)
+    skips = _doctor.check_decisions(trial)
     assert skips.passed is False
     assert "on 7 of 8, but skipped 0 5 7 8 10 13 15 on device 5" in skips.figures
 
@@ -56,7 +55,7 @@ def test_fault_that_no_device_skips_is_named(monkeypatch):
     trial = Trial(make_mesh())
     run = trial.run
     monkeypatch.setattr(trial, "run", lambda devices: run([-1] * len(devices)))
-    skips = _cluster.check_decisions(trial)
+    skips = _doctor.check_decisions(trial)
     assert skips.passed is False
     assert "on 0 of 8, but skipped  on device 0 of process 0" in skips.figures
 
@@ -66,16 +65,16 @@ def test_fault_that_no_device_skips_is_named(monkeypatch):
 
 def test_values_are_compared_with_the_most_common_or_with_what_they_should_be():
     rows = [("one", "a"), ("two", "a"), ("three", "b")]
-    found = _cluster.judge("hash", rows)
+    found = _doctor.judge("hash", rows)
     assert not found.passed
     assert found.figures == "a on 2 of 3, but b on three"
-    assert _cluster.judge("hash", rows[:2]).passed
-    assert not _cluster.judge("hash", rows[:2], "b").passed
+    assert _doctor.judge("hash", rows[:2]).passed
+    assert not _doctor.judge("hash", rows[:2], "b").passed
 
 
 def test_versions_name_the_process_that_differs():
-    here = _cluster.describe()
-    found = _cluster.check_versions([here, here, here | {"jax": "0.1"}])
+    here = _doctor.describe()
+    found = _doctor.check_versions([here, here, here | {"jax": "0.1"}])
     assert not found.passed
     usual = f"jax {jax.__version__} on 2 of 3"
     assert found.figures == f"{usual}, but jax 0.1 on process 2"
@@ -83,11 +82,11 @@ def test_versions_name_the_process_that_differs():
 
 def test_folders_of_dumps_may_differ(monkeypatch):
     flags = os.environ["XLA_FLAGS"]
-    here = _cluster.describe()
+    here = _doctor.describe()
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_dump_to=dumps")
-    assert _cluster.describe() == here
+    assert _doctor.describe() == here
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_cpu_enable_fast_math=true")
-    assert not _cluster.check_versions([here, _cluster.describe()]).passed
+    assert not _doctor.check_versions([here, _doctor.describe()]).passed
 
 
 def test_missing_device_is_named_and_nothing_else_runs(monkeypatch, capsys):
@@ -120,7 +119,7 @@ SCATTER = Collective("reduce-scatter", "f32", (8, 256), 8, 1, False, 20)
 def test_wire_is_compared_with_what_was_asked_for(monkeypatch, found, passed, text):
     trial = Trial(make_mesh())
     monkeypatch.setattr(trial, "collectives", lambda _: found)
-    check = _cluster.check_wire(trial)
+    check = _doctor.check_wire(trial)
     assert check.passed is passed
     assert text in check.figures
 
@@ -128,15 +127,15 @@ def test_wire_is_compared_with_what_was_asked_for(monkeypatch, found, passed, te
 def test_process_that_sends_other_dtypes_is_named(monkeypatch):
     trial = Trial(make_mesh())
     monkeypatch.setattr(trial, "collectives", lambda _: [GATHER, REDUCE])
-    monkeypatch.setattr(_cluster, "gather", lambda text: [text, text, "nothing"])
-    check = _cluster.check_wire(trial)
+    monkeypatch.setattr(_doctor, "gather", lambda text: [text, text, "nothing"])
+    check = _doctor.check_wire(trial)
     assert check.passed is False
     assert check.figures.endswith("on 2 of 3, but nothing on process 2")
 
 
 def test_one_device_has_no_wire():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    assert _cluster.check_wire(Trial(mesh)).passed is None
+    assert _doctor.check_wire(Trial(mesh)).passed is None
 
 
 def test_tables_show_verdicts():

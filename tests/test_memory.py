@@ -300,6 +300,5 @@ def test_prediction_agrees_with_the_compiler(name, option):
     needed += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     assert needed * 0.8 < found.peak < needed * 1.2
     fused = 2 if (name, option) == ("attention", "amp bf16") else 0
-    assert (
-        len(re.findall(r'custom_call_target="[^"]*fmha', compiled.as_text())) == fused
-    )
+    text = compiled.as_text() or ""
+    assert len(re.findall(r'custom_call_target="[^"]*fmha', text)) == fused

@@ -12,8 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax
 
     from mpx._jax._processes import check_processes
-    from mpx.inspect._cluster import conformance
-    from mpx.inspect._doctor import doctor
+    from mpx.inspect._doctor import conformance, doctor
 
     if arguments.cluster:
         if arguments.processes > 1 and not jax.distributed.is_initialized():

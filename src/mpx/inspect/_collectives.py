@@ -91,8 +91,9 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 def _found(text: str) -> Iterator[Collective]:
     entry, bodies = _computations(text)
     runs, devices = _runs(entry, bodies), _number(r"num_partitions=(\d+)", text)
-    for name, (times, in_loop) in runs.items():
-        for match in filter(None, map(_COLLECTIVE.search, bodies[name])):
+    for name, lines in bodies.items():
+        times, in_loop = runs.get(name, (0, False))
+        for match in filter(None, map(_COLLECTIVE.search, lines if times else ())):
             types, kind, is_started = match.groups()
             group = _group(match.string, devices)
             arrays = [
@@ -106,8 +107,8 @@ def _found(text: str) -> Iterator[Collective]:
             for dtype, shape in arrays:
                 size = _number(r"[a-z]+(\d+)", dtype, 8) * math.prod(shape) / 8
                 sent = round(times * _sent(kind, size, group))
-                dtype = _SHORT.get(dtype, dtype)
-                yield Collective(kind, dtype, shape, group, times, in_loop, sent)
+                short = _SHORT.get(dtype) or dtype
+                yield Collective(kind, short, shape, group, times, in_loop, sent)
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[str]]]:

@@ -56,13 +56,12 @@ class AmpView:
     @property
     def matmuls(self) -> tuple[Decision, ...]:
         """The matmuls and convolutions, and attention that cuDNN runs as a whole."""
-        names = {*MATMULS, *CROSS_ENTROPY}
-        low = {*names, *ATTENTION}
-        return tuple(
-            x
-            for x in self.decisions
-            if x.primitive in (low if x.rule == Rule.LOW else names)
-        )
+
+        def multiplies(x: Decision) -> bool:
+            is_fused = x.rule == Rule.LOW and x.primitive in ATTENTION
+            return is_fused or x.primitive in (*MATMULS, *CROSS_ENTROPY)
+
+        return tuple(filter(multiplies, self.decisions))
 
 
 def _kept(
