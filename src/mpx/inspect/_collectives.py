@@ -132,7 +132,7 @@ def _runs(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool
         name, times, in_loop = stack.pop()
         before = runs.get(name, (0, False))
         runs[name] = before[0] + times, before[1] or in_loop
-        for line in bodies[name]:
+        for line in bodies.get(name, ()):  # a text may have no entry
             if "async-done(" in line or "async-update(" in line:
                 continue  # they name the computation of their start again
             called = _CALLED.findall(line)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -201,8 +201,7 @@ class _Reader:
             return f"`{place.primitive}` at {place.source} makes {what} of it"
         pairs = zip(blame.names, blame.own, strict=True)
         reached = [name for name, x in pairs if not np.isfinite(x).all()]
-        more = f" and {len(reached) - 1} more" if len(reached) > 1 else ""
-        return f"{what}, which reach the {reached[0]}{more}"
+        return f"{what}, which reach the {_and_more(reached)}"
 
     def _remedy(self, kind: str, node: Node, place: Place) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
@@ -315,21 +314,23 @@ class Explanation(Result):
         formats = ", ".join(self.formats) or "nothing below f32"
         what = "loss and gradient" if self.grad_errors else "the forward pass only"
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
-        is_off = 0.005 < self.loss_error < math.inf
-        off = f" (off by {_amount(self.loss_error)})" if is_off else ""
-        lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}{off}")
+        lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
+        if 0.005 < self.loss_error < math.inf:
+            lines[-1] += f" (off by {_amount(self.loss_error)})"
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
             name, worst = max(errors.items(), key=lambda x: x[1])
             lines.append(f"largest error of a gradient: {_amount(worst)} (`{name}`)")
         if self.unstable:
-            more = f" and {len(self.unstable) - 1} more" if self.unstable[1:] else ""
-            lines.append(
-                f"not judged, zero but for roundings: `{self.unstable[0]}`{more}"
-            )
+            names = _and_more([f"`{x}`" for x in self.unstable])
+            lines.append(f"not judged, zero but for roundings: {names}")
         if self.scale != 1:
             lines.append(f"loss scale {self.scale:g}")
         return "\n".join([*lines, *self.notes])
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def _amount(error: float) -> str:
