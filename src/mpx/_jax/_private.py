@@ -75,7 +75,6 @@ FEATURES = {
         "jax._src.cudnn.fused_attention_stablehlo: check_cudnn_version "
         "check_compute_capability",
     ),
-    "topology": Feature("", "jax.experimental.topologies: get_topology_desc"),
     "kernels": Feature(
         "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
         "Triton kernels",
