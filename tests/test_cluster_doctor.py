@@ -8,6 +8,7 @@ import types
 import jax
 import pytest
 
+import mpx
 from mpx.__main__ import main
 from mpx.inspect import Collective, _doctor, doctor
 from mpx.inspect._doctor import Check, Trial, make_mesh
@@ -28,12 +29,30 @@ def test_one_process_passes_and_prints_json(capsys):
         "skips": True,
         "wire of an FSDP step": True,
     }
+    assert found["links"] > 1e6
     figures = {x["name"]: x["figures"] for x in found["checks"]}
     assert figures["skips"] == "skipped 0 2 5 7 8 10 13 15 on 8 of 8"
     # Two weights of 64 × 256, of which a device gathers seven eighths and reduces twice
     # that.
     sent = figures["wire of an FSDP step"]
     assert "gathered in f16 (57.3 kB), gradients reduced in f32 (229 kB)" in sent
+
+
+def test_links_are_measured_by_an_all_reduce(monkeypatch):
+    calls = []
+
+    def fastest(call, x):
+        compiled = call.lower(x).compile()
+        calls.extend(mpx.inspect.collectives(compiled))
+        return 0.5
+
+    monkeypatch.setattr(_doctor, "_fastest", fastest)
+    monkeypatch.setattr(_doctor, "_numbers", lambda: 1000)
+    found = _doctor._link_bandwidth(make_mesh())
+    assert [(x.kind, x.shape) for x in calls] == [("all-reduce", (1000,))]
+    assert found == 2 * 7 / 8 * 4000 / 0.5
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    assert _doctor._link_bandwidth(one) is None
 
 
 def test_device_that_decides_alone_is_named(monkeypatch):

@@ -21,9 +21,10 @@ def test_a_diagnosis_has_all_parts(found):
     assert isinstance(found, Diagnosis)
     assert found.versions["jax"] == jax.__version__
     assert (found.platform, [*found.devices.values()]) == ("cpu", [8])
+    assert found.bandwidth > 1e7
     assert "Only f32 is native" in found.reason
     text = str(found)
-    for part in ("Native matmuls: f32.", "Recommended"):
+    for part in ("Native matmuls: f32.", "Recommended", "B/s (measured)"):
         assert part in text
     assert "\nRecommended\n" in found._repr_html_()
 

@@ -6,8 +6,9 @@ import math
 import os
 import platform
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -53,10 +54,13 @@ class Diagnosis(Result):
         platform: The default backend: "cpu", "gpu", "tpu".
         devices: How many devices of each kind there are, on all hosts.
         memory: The bytes of memory of a device; `None` if JAX does not tell.
+        bandwidth: The bytes a second that a device reads and writes, measured.
         formats: The formats in which matmuls run natively; `None` if that is not known.
         policy: The recommended precision, as code.
         reason: Why.
         checks: Whether processes agree, by `python -m mpx doctor --cluster`.
+        links: The bytes a second that each device sends in an all-reduce over all of them,
+            as in a ring, measured by the same; `None` if there is one device.
     """
 
     versions: Mapping[str, str]
@@ -64,10 +68,12 @@ class Diagnosis(Result):
     platform: str
     devices: Mapping[str, int]
     memory: int | None
+    bandwidth: float
     formats: tuple[str, ...] | None
     policy: str
     reason: str
     checks: tuple[Check, ...] = ()
+    links: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -80,6 +86,9 @@ class Diagnosis(Result):
         for kind, count in self.devices.items():
             text += f"\n{count} × {kind} ({self.platform})"
             text += f" with {amount(self.memory, 'B')}" if self.memory else ""
+        text += f"\nMemory: {amount(self.bandwidth, 'B/s')} (measured)."
+        if self.links is not None:
+            text += f"\nLinks: {amount(self.links, 'B/s')} (measured, an all-reduce)."
         if self.formats is not None:
             text += f"\nNative matmuls: {', '.join(self.formats)}."
         found = [Table.text(text)]
@@ -109,6 +118,7 @@ def doctor() -> Diagnosis:
         devices=dict(Counter(device.device_kind for device in jax.devices())),
         # Only a device of this process tells.
         memory=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
+        bandwidth=_memory_bandwidth(),
         formats=found,
         policy=policy,
         reason=reason,
@@ -149,6 +159,36 @@ def versions() -> dict[str, str]:
     return found | {"Python": platform.python_version()}
 
 
+def _fastest(call: Callable[[Array], Array], x: Array) -> float:
+    """Returns the seconds of the fastest of ten calls, after one that compiles."""
+    times = list[float]()
+    for _ in range(11):  # the same on every process: a collective waits for all of them
+        before = time.perf_counter()
+        jax.block_until_ready(call(x))
+        times.append(time.perf_counter() - before)
+    return min(times[1:])
+
+
+def _numbers() -> int:
+    return 2**21 if jax.default_backend() == "cpu" else 2**26
+
+
+def _memory_bandwidth() -> float:
+    x = jnp.zeros(_numbers(), jnp.float32)
+    return 2 * x.nbytes / _fastest(jax.jit(lambda x: x + 1), x)
+
+
+def _link_bandwidth(mesh: Mesh) -> float | None:
+    count, place = mesh.size, NamedSharding(mesh, P("data"))
+    if count == 1:
+        return None
+    total = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
+    make = jax.jit(jnp.ones, static_argnums=0, out_shardings=place)
+    x = make((count, _numbers()))
+    seconds = max(gather(_fastest(total, x)))  # of the slowest process
+    return 2 * (count - 1) / count * (x.nbytes / count) / seconds
+
+
 # --- A cluster: each check gives the same verdict on every process --------------------
 
 # What changes the programs or the numbers of a process.
@@ -168,16 +208,17 @@ Options = dict[str, str | bool] | None
 
 def conformance() -> Diagnosis:
     """Runs all checks; every process of the job must call it."""
-    checks = [check_devices()]
+    checks, links = [check_devices()], None
     if checks[0].passed:
         checks.append(check_versions(gather(describe())))
     # Processes of different versions may run different programs, and then they hang.
     if all(check.passed for check in checks):
         trial = Trial(make_mesh())
         checks += [check_decisions(trial), check_wire(trial)]
+        links = _link_bandwidth(trial.mesh)
     else:
         checks.append(Check("all others", None, "not run: see above"))
-    return dataclasses.replace(doctor(), checks=tuple(checks))
+    return dataclasses.replace(doctor(), checks=tuple(checks), links=links)
 
 
 def judge(name: str, rows: Sequence[tuple[str, T]], usual: T | None = None) -> Check:
