@@ -3,34 +3,42 @@
 import contextlib
 import os
 import pathlib
-from typing import IO
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import IO, Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
-from mpx._jax._arguments import as_count
+from mpx._jax._arguments import as_count, check_choice
 from mpx._jax._processes import gather_results
-from mpx.checkpoint._manifest import Packed, pack
-from mpx.checkpoint._restore import (
-    ARRAYS,
-    RECORD,
-    Fields,
-    Folder,
-    Manager,
-    Path,
-    absolute,
-    manager,
-    orbax,
-    read,
-    reader,
-    while_others_write,
+from mpx._jax._tree import is_array
+from mpx.checkpoint._leaves import (
+    checksums,
+    from_stored,
+    placed,
+    spans_processes,
+    stored_type,
+    to_stored,
 )
+from mpx.checkpoint._manifest import Leaf, Manifest, damaged, open_state, pack
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
+ARRAYS, RECORD = "state", "mpx"
+"""The names of what a checkpoint consists of."""
+Path = str | os.PathLike[str]
+Folder = Any
+"""A path of `etils.epath`."""
+Manager = Any
+"""An `orbax.checkpoint.CheckpointManager`."""
+Fields = Literal["saved", "template"]
+T = TypeVar("T")
 _OWN = {
     "max_to_keep": "pass `keep`",
     "enable_async_checkpointing": "pass `asynchronous`",
@@ -91,11 +99,14 @@ class Checkpointer:
         for name in filter(_OWN.get, options):
             raise TypeError(f"`{name}` cannot be chosen: {_OWN[name]}.")
         keep = None if keep is None else as_count(keep, "keep", at_least=1)
-        self._path = absolute(path)
+        _orbax()
+        from etils import epath  # a part of Orbax's interface, with object stores
+
+        self._path: Folder = epath.Path(path).expanduser().absolute()
         self._options = {**options, "max_to_keep": keep}
         self._asynchronous, self._read_only = asynchronous, read_only
         self._is_writer = False
-        self._manager = reader(self._path, self._options)
+        self._manager = self._reader()
 
     def save(
         self, step: int, state: PyTree, *, metrics: PyTree = None, force: bool = False
@@ -112,7 +123,6 @@ class Checkpointer:
             force: Whether to save at every step, whatever the options say.
         """
         step = as_count(step, "step", at_least=0)
-        self._check_writes("saved")
         self._check_metrics(metrics)
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
@@ -120,17 +130,8 @@ class Checkpointer:
             if not self._manager.is_saving_in_progress():
                 self.wait()  # raises if the checkpoint before was not written
             return False
-        packed: list[Packed] = []
-
-        def prepare() -> PyTree:
-            self.wait()
-            packed.append(pack(state))
-            return [packed[0].rows, self._is_writer]
-
-        found = gather_results(prepare)
-        manifest, arrays = packed[0].agreed([rows for rows, _ in found])
-        if not all(is_writer for _, is_writer in found):
-            self._become_writer()
+        manifest, arrays = pack(state, self.wait)
+        self._become_writer()
         latest = self._manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -138,14 +139,11 @@ class Checkpointer:
                 "saved: `restore` takes the latest. Remove the later ones with "
                 "`Checkpointer.delete(step)`, or save to another folder."
             )
-        args = orbax().args
+        args = _orbax().args
         items = {RECORD: args.JsonSave(manifest.to_json())}
         if arrays:
             items[ARRAYS] = args.PyTreeSave(arrays)
-        if metrics is not None:
-            metrics = jax.tree.map(
-                lambda x: x.item() if hasattr(x, "item") else x, metrics
-            )
+        metrics = jax.tree.map(lambda x: x.item() if hasattr(x, "item") else x, metrics)
         try:
             self._manager.save(
                 step, args=args.Composite(**items), metrics=metrics, force=True
@@ -164,15 +162,42 @@ class Checkpointer:
         fields: Fields | None = None,
     ) -> PyTree:
         """Restores a state; see `restore`. Waits for a checkpoint that is being written."""
-        self.steps()  # those of another process, too
-        place = self._manager, self._path
-        return read(*place, template, step=step, partial=partial, fields=fields)
+        check_choice(fields, "fields", ("saved", "template", None))
+        # Again, since the only one may be replaced by the next while they are listed.
+        steps = self.steps() or self.steps()
+        if not steps or (step is not None and step not in steps):
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise FileNotFoundError(
+                f"There is {which} in {self._path}, which has those of the steps {steps}."
+            )
+        number = steps[-1] if step is None else step
+        where, opened = self._path / str(number), open_state(template)
+        wanted = opened.manifest
+        found: list[Manifest] = []
+
+        def read_record() -> None:
+            found.append(_read_manifest(where))
+            compared = opened.fields if fields is None else set[str]()
+            found[0].check(wanted, f"{where}", compared, partial=partial)
+
+        try:
+            gather_results(read_record)
+            saved = {name: found[0].leaves[name] for name in wanted.leaves}
+            kept = opened.fields if fields == "template" else set[str]()
+            leaves = self._read_leaves(where, opened.leaves, saved, kept)
+            return opened.close(leaves)
+        except (FileNotFoundError, ValueError):
+            alone = jax.process_count() == 1
+            if step is not None or not alone or self.latest() in (None, number):
+                raise
+        # A writer has removed the checkpoint while it was read.
+        return self.restore(template, partial=partial, fields=fields)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
         self.wait()
         if not self._is_writer:
-            while_others_write(self._manager.reload)  # another process may write
+            _while_others_write(self._manager.reload)  # another process may write
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
@@ -198,10 +223,8 @@ class Checkpointer:
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint; one that is not there is a `FileNotFoundError`."""
-        self._check_writes("removed")
         self.wait()
-        if not all(gather_results(lambda: self._is_writer)):
-            self._become_writer()
+        self._become_writer()
         self._manager.delete(step)
 
     def wait(self) -> None:
@@ -226,33 +249,47 @@ class Checkpointer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_writes(self, what: str) -> None:
-        if self._read_only:
-            raise ValueError(
-                f"Nothing can be {what}: the Checkpointer of {self._path} was made with "
-                "`read_only=True`."
-            )
-
     def _check_metrics(self, metrics: PyTree) -> None:
-        needs = self._options.get("best_fn") is not None
-        if needs and metrics is None:
+        compares = self._options.get("best_fn") is not None
+        if compares and metrics is None:
             raise ValueError("`best_fn` compares metrics: pass `metrics` to `save`.")
-        takes = needs or self._options.get("preservation_policy") is not None
+        takes = compares or self._options.get("preservation_policy") is not None
         if metrics is not None and not takes:
             raise ValueError(
                 "Metrics are stored for `best_fn` only: pass it to the Checkpointer."
             )
 
+    def _open(self, **more: object) -> Manager:
+        ocp = _orbax()
+        options = ocp.CheckpointManagerOptions(**self._options | more)
+        return ocp.CheckpointManager(self._path, options=options)
+
+    def _reader(self) -> Manager:
+        """Returns a manager that changes nothing (`read_only` logs warnings)."""
+        return _while_others_write(
+            lambda: self._open(
+                create=False,
+                enable_async_checkpointing=False,
+                async_options=None,
+                save_root_metadata=False,
+            )
+        )
+
     def _become_writer(self) -> None:
         """Starts a manager that writes, which removes what a killed process left."""
+        if self._read_only:
+            raise ValueError(
+                "Nothing can be saved or removed: the Checkpointer of "
+                f"{self._path} was made with `read_only=True`."
+            )
+        if all(gather_results(lambda: self._is_writer)):
+            return
         gather_results(lambda: jax.process_index() or _lock(self._path))
         earlier = _writing.get(str(self._path))
         if earlier is not None:
             earlier.wait_until_finished()  # of a Checkpointer that was not closed
         self._manager.close()
-        self._manager = manager(
-            self._path,
-            **self._options,
+        self._manager = self._open(
             enable_async_checkpointing=self._asynchronous,
             cleanup_tmp_directories=True,
         )
@@ -269,7 +306,7 @@ class Checkpointer:
     def _fail(self, error: Exception) -> None:
         """Reads the folder anew after a failed write; the next `save` cleans up."""
         self._resign()
-        writer, self._manager = self._manager, reader(self._path, self._options)
+        writer, self._manager = self._manager, self._reader()
         with contextlib.suppress(Exception):  # that is `error` again
             writer.close()
         steps = sorted(self._manager.all_steps())
@@ -277,6 +314,98 @@ class Checkpointer:
             f"The checkpoint was not written to {self._path}, which has those of the steps "
             f"{steps}."
         )
+
+    def _read_leaves(
+        self,
+        where: Folder,
+        templates: Mapping[str, PyTree],
+        saved: Mapping[str, Leaf],
+        kept: set[str],
+    ) -> list[PyTree]:
+        """Restores the leaves that were saved; static and kept ones are the template's."""
+        targets = {}
+        for name in (name for name, record in saved.items() if record.is_stored):
+            targets[name] = templates[name]
+            if not hasattr(templates[name], "dtype"):  # a Python number
+                dtype = jnp.dtype(saved[name].dtype)
+                targets[name] = jax.ShapeDtypeStruct((), dtype)
+        arrays = self._read_arrays(where, targets, saved)
+        leaves = dict(templates)
+        for name, record in saved.items():
+            leaf = targets.get(name, templates[name])
+            if record.is_stored:
+                leaves[name] = from_stored(arrays.pop(name), leaf)
+            elif record.shape is not None:
+                kind = stored_type(leaf)
+                leaves[name] = from_stored(np.zeros(kind.shape, kind.dtype), leaf)
+            elif hasattr(leaf, "dtype"):
+                number = np.asarray(record.number, leaf.dtype)
+                leaves[name] = from_stored(to_stored(number), leaf)
+            elif name not in kept:
+                leaves[name] = record.number
+        return [*leaves.values()]
+
+    def _read_arrays(
+        self,
+        where: Folder,
+        targets: Mapping[str, PyTree],
+        saved: Mapping[str, Leaf],
+    ) -> dict[str, PyTree]:
+        """Reads arrays to where their templates lie; compares them with their checksums."""
+        ocp = _orbax()
+        if not targets:
+            return {}
+        types = {name: stored_type(leaf) for name, leaf in targets.items()}
+
+        def how(kind: PyTree) -> PyTree:
+            if kind.sharding is None:
+                return ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind.dtype)
+            return ocp.ArrayRestoreArgs(
+                sharding=kind.sharding, global_shape=kind.shape, dtype=kind.dtype
+            )
+
+        args = ocp.args.PyTreeRestore(
+            item=types,
+            restore_args={name: how(kind) for name, kind in types.items()},
+            partial_restore=True,
+        )
+        try:
+            arrays = self._manager.restore(
+                int(where.name), args=ocp.args.Composite(**{ARRAYS: args})
+            )[ARRAYS]
+            arrays = {name: arrays[name] for name in targets}
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            fault = f"the arrays in {where / ARRAYS} cannot be read: {error!r}"
+            raise damaged(where, fault) from error
+        missing = [name for name, array in arrays.items() if not is_array(array)]
+        if missing:  # with `partial_restore` Orbax returns what it was given
+            raise damaged(where, f"`{ARRAYS}/_METADATA` does not list {missing}")
+        arrays = {name: placed(x, targets[name]) for name, x in arrays.items()}
+        processes = gather_results(lambda: checksums(arrays.values()))
+        wrong = []
+        for name, *parts in zip(arrays, *processes, strict=True):
+            spans = spans_processes(arrays[name])
+            found = sum(parts) % 2**32 if spans else parts[jax.process_index()]
+            if found != saved[name].value:
+                wrong.append(f"`{name}`")
+        if wrong:
+            shown = ", ".join(wrong[:5])
+            raise damaged(where, f"what was read for {shown} is not what was saved")
+        return arrays
+
+
+def _read_manifest(where: Folder) -> Manifest:
+    if not (where / RECORD).exists():
+        raise ValueError(
+            f"{where} was not written by `mpx.checkpoint`: its record is missing. What "
+            "Orbax wrote, Orbax restores: `orbax.checkpoint.StandardCheckpointer`."
+        )
+    try:
+        record = _orbax().JsonCheckpointHandler().restore(where / RECORD)
+    except (FileNotFoundError, ValueError) as error:
+        fault = f"its record, `{RECORD}/metadata`, cannot be read: {error}"
+        raise damaged(where, fault) from error
+    return Manifest.from_json(record, f"{where}")
 
 
 def _lock(folder: Folder) -> None:
@@ -301,6 +430,26 @@ def _lock(folder: Folder) -> None:
     file.write(f"{os.getpid()} on {os.uname().nodename}")
     file.flush()
     _locks[str(folder)] = file
+
+
+def _while_others_write(call: Callable[[], T]) -> T:
+    """Calls a function again if a checkpoint is removed between its list and its files."""
+    for _ in range(99):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return call()
+    return call()
+
+
+def _orbax() -> ModuleType:
+    """Imports Orbax when it is needed: `import mpx` must not."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "`mpx.checkpoint` writes with Orbax, which is not installed: "
+            'pip install "mpx-jax[checkpoint]".'
+        ) from error
+    return orbax.checkpoint
 
 
 def save(
@@ -347,3 +496,51 @@ def save(
         step = (0 if latest is None else latest + 1) if step is None else step
         checkpointer.save(step, state)
     return step
+
+
+def restore(
+    path: Path,
+    template: PyTree,
+    *,
+    step: int | None = None,
+    partial: bool = False,
+    fields: Fields | None = None,
+) -> PyTree:
+    """Restores a training state that `save` or a `Checkpointer` saved.
+
+    Each array gets the sharding that it has in the template, so a run can go on with
+    another number of devices or another layout. A template is a freshly made state, or one
+    of `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it.
+    Functions, strings and static fields come from it. A Python number and an array of no
+    axes may stand for each other; an array is restored as it was saved.
+
+    Args:
+        path: The folder of the run.
+        template: A state of the same structure. It is not changed; NNX modules in the
+            result are new.
+        step: The number of the checkpoint; `None` is the latest.
+        partial: Whether the checkpoint may hold more than the template: to restore the
+            parameters alone, for example.
+        fields: Python numbers and booleans in fields of Equinox modules may be options of
+            the code, as the rate of a dropout, or numbers that the run has changed. If
+            they differ, `"saved"` restores them, `"template"` keeps those of the
+            template, and `None` raises.
+
+    Returns:
+        The state, bit for bit as it was saved.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        ValueError: If the checkpoint does not fit the template (the leaves are named), or
+            is damaged: each array is compared with the checksum that was saved with it.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp
+        >>> from mpx.checkpoint import save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     step = save(folder, {"w": jnp.ones(2), "bias": jnp.ones(())})
+        ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    with Checkpointer(path, read_only=True) as checkpoints:
+        return checkpoints.restore(template, step=step, partial=partial, fields=fields)
