@@ -495,7 +495,7 @@ def test_best_checkpoints_are_kept(tmp_path):
     with Checkpointer(tmp_path, keep=2, **options) as checkpoints:
         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
             checkpoints.save(step, {"a": step}, metrics={"loss": jnp.float32(loss)})
-        with pytest.raises(ValueError, match="`best_fn` compares metrics: pass"):
+        with pytest.raises(ValueError, match="`best_fn` of the Checkpointer compares"):
             checkpoints.save(9, {"a": 9})
         assert checkpoints.steps() == [1, 2]
         assert checkpoints.best() == 1
@@ -507,7 +507,7 @@ def test_best_checkpoints_are_kept(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match="make the Checkpointer with `best_fn`"):
             checkpoints.best()
-        with pytest.raises(ValueError, match="Metrics are stored for `best_fn` only"):
+        with pytest.raises(ValueError, match="`metrics` .* pass both, or neither"):
             checkpoints.save(9, {"a": 9}, metrics={"loss": 1.0})
 
 
@@ -527,8 +527,9 @@ def test_read_only_checkpointer_sees_new_checkpoints_and_writes_nothing(tmp_path
 
 
 def test_options_that_mpx_sets_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="`max_to_keep` cannot be chosen: pass `keep`"):
-        Checkpointer(tmp_path, max_to_keep=3)
+    for name in ("max_to_keep", "step_prefix"):
+        with pytest.raises(TypeError, match=f"`{name}` cannot be chosen: pass `keep`"):
+            Checkpointer(tmp_path, **{name: 3})
     with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
         Checkpointer(tmp_path, typo=3)
 

@@ -245,23 +245,19 @@ def _leaf(tree: PyTree, kind: str, leaf: str | None, backward: bool) -> tuple[st
 
 def _places(name: str, leaf: Any, index: int, device: int) -> tuple[int, int]:
     """Returns the positions of a number in its leaf, and in the shard of its device."""
-    shape = shape_of(leaf)
-    sharding = getattr(leaf, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if device == _EVERY or not isinstance(mesh, Mesh):
-        size = int(np.prod(shape))
-        expected = f"less than {size}, the size of `{name}`"
-        check_value(index < size, "index", expected, index)
-        return index, index
-    assert isinstance(sharding, NamedSharding)
-    devices = mesh.devices.flatten()
-    count = len(devices)
-    check_value(device < count, "device", f"less than {count}, the devices", device)
-    slices = sharding.devices_indices_map(shape)[devices[device]]
-    ranges = [range(n)[part] for n, part in zip(shape, slices, strict=True)]
+    shape, sharding = shape_of(leaf), getattr(leaf, "sharding", None)
+    ranges, held = [range(n) for n in shape], f"`{name}`"
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if device != _EVERY and isinstance(mesh, Mesh):
+        devices = mesh.devices.flatten()
+        expected = f"less than {len(devices)}, the devices"
+        check_value(device < len(devices), "device", expected, device)
+        slices = sharding.devices_indices_map(shape)[devices[device]]
+        ranges = [x[part] for x, part in zip(ranges, slices, strict=True)]
+        held = "a shard"
     local = tuple(map(len, ranges))
     size = int(np.prod(local))
-    check_value(index < size, "index", f"less than {size}, the size of a shard", index)
+    check_value(index < size, "index", f"less than {size}, the size of {held}", index)
     inside = np.unravel_index(index, local)
     whole = tuple(part[i] for part, i in zip(ranges, inside, strict=True))
     return int(np.ravel_multi_index(whole, shape)) if shape else 0, index

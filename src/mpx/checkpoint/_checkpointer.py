@@ -39,16 +39,6 @@ Manager = Any
 """An `orbax.checkpoint.CheckpointManager`."""
 Fields = Literal["saved", "template"]
 T = TypeVar("T")
-_OWN = {
-    "max_to_keep": "pass `keep`",
-    "enable_async_checkpointing": "pass `asynchronous`",
-    **dict.fromkeys(["create", "cleanup_tmp_directories"], "the first `save` does so"),
-    **dict.fromkeys(
-        ["step_prefix", "step_format_fixed_length", "step_name_format"],
-        "the folder of a checkpoint has the number of its step",
-    ),
-}
-"""Options of Orbax that a `Checkpointer` sets, and what to do instead."""
 _writing: dict[str, Manager] = {}
 """The managers of this process that write, by folder."""
 _locks: dict[str, IO[str]] = {}
@@ -96,8 +86,12 @@ class Checkpointer:
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
                 `save_interval_steps`, `keep_period`, `best_fn` and `best_mode`.
         """
-        for name in filter(_OWN.get, options):
-            raise TypeError(f"`{name}` cannot be chosen: {_OWN[name]}.")
+        own = {"max_to_keep", "enable_async_checkpointing"} & options.keys()
+        for name in (*own, *(x for x in options if x.startswith("step_"))):
+            raise TypeError(
+                f"`{name}` cannot be chosen: pass `keep` or `asynchronous`; the folder of a "
+                "checkpoint has the number of its step."
+            )
         keep = None if keep is None else as_count(keep, "keep", at_least=1)
         _orbax()
         from etils import epath  # a part of Orbax's interface, with object stores
@@ -123,7 +117,13 @@ class Checkpointer:
             force: Whether to save at every step, whatever the options say.
         """
         step = as_count(step, "step", at_least=0)
-        self._check_metrics(metrics)
+        compares = self._options.get("best_fn") is not None
+        others = self._options.get("preservation_policy") is not None
+        if compares != (metrics is not None) and (compares or not others):
+            raise ValueError(
+                "`best_fn` of the Checkpointer compares the `metrics` that `save` gets: "
+                "pass both, or neither."
+            )
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
         if is_next and not force and not self._manager.should_save(step):
@@ -249,16 +249,6 @@ class Checkpointer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_metrics(self, metrics: PyTree) -> None:
-        compares = self._options.get("best_fn") is not None
-        if compares and metrics is None:
-            raise ValueError("`best_fn` compares metrics: pass `metrics` to `save`.")
-        takes = compares or self._options.get("preservation_policy") is not None
-        if metrics is not None and not takes:
-            raise ValueError(
-                "Metrics are stored for `best_fn` only: pass it to the Checkpointer."
-            )
-
     def _open(self, **more: object) -> Manager:
         ocp = _orbax()
         options = ocp.CheckpointManagerOptions(**self._options | more)
@@ -269,6 +259,7 @@ class Checkpointer:
         return _while_others_write(
             lambda: self._open(
                 create=False,
+                cleanup_tmp_directories=False,
                 enable_async_checkpointing=False,
                 async_options=None,
                 save_root_metadata=False,
@@ -323,12 +314,13 @@ class Checkpointer:
         kept: set[str],
     ) -> list[PyTree]:
         """Restores the leaves that were saved; static and kept ones are the template's."""
-        targets = {}
-        for name in (name for name, record in saved.items() if record.is_stored):
-            targets[name] = templates[name]
-            if not hasattr(templates[name], "dtype"):  # a Python number
-                dtype = jnp.dtype(saved[name].dtype)
-                targets[name] = jax.ShapeDtypeStruct((), dtype)
+        targets = {
+            name: leaf
+            if hasattr(leaf := templates[name], "dtype")
+            else jax.ShapeDtypeStruct((), jnp.dtype(record.dtype))  # a Python number
+            for name, record in saved.items()
+            if record.is_stored
+        }
         arrays = self._read_arrays(where, targets, saved)
         leaves = dict(templates)
         for name, record in saved.items():
@@ -457,29 +449,25 @@ def save(
 ) -> int:
     """Saves a training state, and returns when it is written.
 
-    Saved are arrays of any dtype (also float8 and 4-bit ones), sharded or not, typed PRNG
-    keys, NumPy arrays and Python numbers, in any tree: Equinox modules, NNX modules and
-    states, dicts of Linen and Haiku, optax states, loss scalings, compressed optimizer
-    states and fp8 histories. Functions, strings and static fields are code, and are not
-    saved: `restore` takes them from its template.
-
-    Use a `Checkpointer` to go on with training while a checkpoint is written.
+    Saved are arrays of any dtype and sharding, typed PRNG keys, NumPy arrays and Python
+    numbers, in any tree of any framework. Functions, strings and static fields are code:
+    `restore` takes them from its template. Use a `Checkpointer` to go on with training
+    while a checkpoint is written.
 
     Args:
         path: The folder of the run. Each checkpoint is a folder in it.
         state: The state.
         step: The number of the checkpoint, larger than those that there are; `None` is
             the next one.
-        keep: How many checkpoints stay; older ones are removed when this one is complete.
-            `None` keeps all.
+        keep: How many checkpoints stay; see `Checkpointer`.
 
     Returns:
         The number of the checkpoint.
 
     Raises:
         TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
-        ValueError: If there is a checkpoint of this step or of a later one, or if values
-            that do not span processes differ between them.
+        ValueError: If there is a checkpoint of this step or of a later one, or if the
+            processes have different values.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -510,21 +498,18 @@ def restore(
 
     Each array gets the sharding that it has in the template, so a run can go on with
     another number of devices or another layout. A template is a freshly made state, or one
-    of `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it.
-    Functions, strings and static fields come from it. A Python number and an array of no
-    axes may stand for each other; an array is restored as it was saved.
+    of `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. A
+    Python number and an array of no axes may stand for each other.
 
     Args:
         path: The folder of the run.
-        template: A state of the same structure. It is not changed; NNX modules in the
-            result are new.
+        template: A state of the same structure; NNX modules in the result are new.
         step: The number of the checkpoint; `None` is the latest.
         partial: Whether the checkpoint may hold more than the template: to restore the
             parameters alone, for example.
-        fields: Python numbers and booleans in fields of Equinox modules may be options of
-            the code, as the rate of a dropout, or numbers that the run has changed. If
-            they differ, `"saved"` restores them, `"template"` keeps those of the
-            template, and `None` raises.
+        fields: Where fields of Equinox modules that are Python numbers come from if they
+            differ: `"saved"`, as numbers that the run changes, or `"template"`, as the
+            rate of a dropout. `None` raises.
 
     Returns:
         The state, bit for bit as it was saved.

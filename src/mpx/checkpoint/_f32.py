@@ -27,10 +27,9 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
     """Returns the f32 weights and the optimizer state of a plain f32 run.
 
     The weights are the master weights. The state of a compressed optimizer becomes what
-    optax keeps for the same rule, with moments in f32: `ScaleByAdamState`,
-    `ScaleByLionState`, or a pair of `TraceState` and `ScaleByScheduleState` for gradient
-    descent. `master_weights` is taken off the optimizer that it wraps. Everything else
-    comes back as it is. Nothing is lost but the compression.
+    optax keeps for the same rule: `ScaleByAdamState`, `ScaleByLionState`, or `TraceState`
+    and `ScaleByScheduleState` for gradient descent. `master_weights` is taken off the
+    optimizer that it wraps. Everything else comes back as it is.
 
     Args:
         params: The parameters, or a whole model.

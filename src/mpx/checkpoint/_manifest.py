@@ -287,20 +287,15 @@ def _pack_own(state: PyTree) -> tuple[Manifest, dict[str, PyTree]]:
     """Returns the record and the arrays of this process."""
     opened = open_state(state)
     for name, leaf in opened.leaves.items():
+        fault = None
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"`{name}` is a ShapeDtypeStruct, which has no values to save. Pass the "
-                "state itself; a template is for `restore`."
-            )
-        if is_tracer(leaf):
-            raise TypeError(
-                f"`{name}` is traced: checkpoints are written outside of `jit`."
-            )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"`{name}` was deleted, probably donated to a step. Save the state that "
-                "the step returned."
-            )
+            fault = "is a ShapeDtypeStruct without values: a template is for `restore`"
+        elif is_tracer(leaf):
+            fault = "is traced: checkpoints are written outside of `jit`"
+        elif isinstance(leaf, jax.Array) and leaf.is_deleted():
+            fault = "was deleted, probably donated to a step: save what that returned"
+        if fault is not None:
+            raise TypeError(f"`{name}` {fault}.")
     leaves = opened.manifest.leaves
     names = [name for name, leaf in leaves.items() if leaf.is_stored]
     stored = {name: to_stored(opened.leaves[name]) for name in names}

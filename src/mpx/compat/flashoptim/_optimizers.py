@@ -312,32 +312,31 @@ def flash_adamw_state_dict(state: PyTree) -> dict[str, PyTree]:
 flash_lion_state_dict = flash_sgd_state_dict = flash_adamw_state_dict
 
 
-def _load(state_type: PyTree, state_dict: Mapping[str, PyTree]) -> PyTree:
-    """Returns the state that a dictionary was made of."""
+def _loader(state_type: PyTree) -> Callable[[Mapping[str, PyTree]], PyTree]:
     names = state_type._fields
-    if missing := [name for name in names if name not in state_dict]:
-        raise ValueError(
-            f"A state dictionary for {state_type.__name__} has the keys {list(names)}, but "
-            f"{missing} are missing: it comes from another optimizer."
-        )
 
     def load_leaf(leaf: Mapping[str, PyTree]) -> PyTree:
         if leaf["kind"] == "array":
             return jnp.asarray(leaf["value"])
         return QuantizedArray(jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"]))
 
-    trees = {
-        name: state_dict[name]["treedef"].unflatten(
-            map(load_leaf, state_dict[name]["leaves"])
-        )
-        for name in names[1:]
-    }
-    return state_type(count=jnp.asarray(state_dict["count"], jnp.int32), **trees)
+    def load(state_dict: Mapping[str, PyTree]) -> PyTree:
+        """Returns the state that a dictionary was made of."""
+        if missing := [name for name in names if name not in state_dict]:
+            raise ValueError(
+                f"A state dictionary for {state_type.__name__} has the keys {list(names)}, "
+                f"but {missing} are missing: it comes from another optimizer."
+            )
+        saved = [state_dict[name] for name in names[1:]]
+        trees = [x["treedef"].unflatten(map(load_leaf, x["leaves"])) for x in saved]
+        return state_type(jnp.asarray(state_dict["count"], jnp.int32), *trees)
+
+    return load
 
 
-load_flash_adamw_state_dict = functools.partial(_load, FlashAdamState)
-load_flash_lion_state_dict = functools.partial(_load, FlashLionState)
-load_flash_sgd_state_dict = functools.partial(_load, FlashSGDState)
+load_flash_adamw_state_dict = _loader(FlashAdamState)
+load_flash_lion_state_dict = _loader(FlashLionState)
+load_flash_sgd_state_dict = _loader(FlashSGDState)
 
 
 # --- Conversion -----------------------------------------------------------------------
