@@ -33,10 +33,7 @@ except ImportError:  # Windows
 ARRAYS, RECORD = "state", "mpx"
 """The names of what a checkpoint consists of."""
 Path = str | os.PathLike[str]
-Folder = Any
-"""A path of `etils.epath`."""
-Manager = Any
-"""An `orbax.checkpoint.CheckpointManager`."""
+Folder = Manager = Any  # an `etils.epath.Path`, an `orbax.checkpoint.CheckpointManager`
 Fields = Literal["saved", "template"]
 T = TypeVar("T")
 _writing: dict[str, Manager] = {}
@@ -52,9 +49,9 @@ class Checkpointer:
     that is killed leaves the last complete checkpoint as it was. Leave the `with` block, or
     call `close`, to wait for the last one.
 
-    Nothing in the folder changes before the first `save`, so other processes may read while
-    one job writes. A second process that writes to the same folder gets an error, unless the
-    file system has no locks, as object stores: give each job its own folder.
+    Nothing in the folder changes before the first `save`: other processes may read while one
+    job writes. A second one that writes gets an error, unless it is an object store, which
+    has no locks.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -182,10 +179,10 @@ class Checkpointer:
 
         try:
             gather_results(read_record)
-            saved = {name: found[0].leaves[name] for name in wanted.leaves}
             kept = opened.fields if fields == "template" else set[str]()
-            leaves = self._read_leaves(where, opened.leaves, saved, kept)
-            return opened.close(leaves)
+            names = [name for name in wanted.leaves if name not in kept]
+            saved = {name: found[0].leaves[name] for name in names}
+            return opened.close(self._read_leaves(where, opened.leaves, saved))
         except (FileNotFoundError, ValueError):
             alone = jax.process_count() == 1
             if step is not None or not alone or self.latest() in (None, number):
@@ -307,13 +304,9 @@ class Checkpointer:
         )
 
     def _read_leaves(
-        self,
-        where: Folder,
-        templates: Mapping[str, PyTree],
-        saved: Mapping[str, Leaf],
-        kept: set[str],
+        self, where: Folder, templates: Mapping[str, PyTree], saved: Mapping[str, Leaf]
     ) -> list[PyTree]:
-        """Restores the leaves that were saved; static and kept ones are the template's."""
+        """Restores the leaves of these records; others are the template's."""
         targets = {
             name: leaf
             if hasattr(leaf := templates[name], "dtype")
@@ -333,7 +326,7 @@ class Checkpointer:
             elif hasattr(leaf, "dtype"):
                 number = np.asarray(record.number, leaf.dtype)
                 leaves[name] = from_stored(to_stored(number), leaf)
-            elif name not in kept:
+            else:
                 leaves[name] = record.number
         return [*leaves.values()]
 

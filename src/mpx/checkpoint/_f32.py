@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from mpx._jax._formats import at_least_f32
+from mpx._casting._cast import widen_tree
 from mpx._jax._tree import (
-    cast_leaf,
     check_same_structure,
     check_shape,
     is_array,
@@ -60,8 +59,8 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
         check_same_structure(params, kept.master, "`to_f32`")
         weights, new = kept.master, kept.inner_state
     else:
-        return Stepped(_widened(params), state)
-    return Stepped(_widened(weights), _replaced(state, kept, new))
+        return Stepped(widen_tree(params), state)
+    return Stepped(widen_tree(weights), _replaced(state, kept, new))
 
 
 def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> Stepped:
@@ -125,12 +124,6 @@ def _kept(state: PyTree) -> FlashState | MasterWeightsState | None:
 def _replaced(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
-    )
-
-
-def _widened(tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: cast_leaf(x, at_least_f32(x.dtype)) if is_floating(x) else x, tree
     )
 
 

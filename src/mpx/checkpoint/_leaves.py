@@ -1,6 +1,5 @@
 """The arrays that are stored for the leaves of a training state, and their checksums."""
 
-import functools
 import math
 from collections.abc import Iterable
 
@@ -141,8 +140,9 @@ def _of_shards(array: PyTree) -> Iterable[PyTree]:
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
-    sizes = (*array.shape, -(-array.dtype.itemsize // 4))
-    strides = [math.prod(sizes[axis + 1 :]) % 2**32 for axis in range(len(sizes))]
+    words, spread = -(-array.dtype.itemsize // 4), 0x9E3779B1  # over all bits
+    sizes = (*array.shape, words, spread)
+    strides = [math.prod(sizes[axis + 1 :]) % 2**32 for axis in range(array.ndim + 1)]
     for shard, starts in shards:
         first = sum(map(math.prod, zip(starts, strides, strict=False)))
         place = np.array([first % 2**32], _U32), np.array(strides, _U32)
@@ -188,15 +188,11 @@ def _sum_on_host(words: np.ndarray, first: np.ndarray, strides: np.ndarray) -> i
 
 def _hashed(words: PyTree, first: PyTree, strides: PyTree, numpy: PyTree) -> PyTree:
     """Returns a hash of each word and its position: the finalizer of MurmurHash3."""
-    factor = _U32(0x9E3779B1)  # spreads positions over all bits
-
-    def along(axis: int) -> PyTree:
+    place = first.reshape([1] * words.ndim)
+    for axis, size in enumerate(words.shape):
         shape = [-1 if i == axis else 1 for i in range(words.ndim)]
-        positions = numpy.arange(words.shape[axis], dtype=_U32)
-        return (positions * (strides[axis : axis + 1] * factor)).reshape(shape)
-
-    start = (first * factor).reshape([1] * words.ndim)
-    place = functools.reduce(lambda x, axis: x + along(axis), range(words.ndim), start)
+        along = numpy.arange(size, dtype=_U32) * strides[axis : axis + 1]
+        place = place + along.reshape(shape)
     x = words.astype(_U32) ^ place
     x = (x ^ (x >> _U32(16))) * _U32(0x85EBCA6B)
     x = (x ^ (x >> _U32(13))) * _U32(0xC2B2AE35)

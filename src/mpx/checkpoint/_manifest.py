@@ -32,13 +32,13 @@ from mpx.checkpoint._leaves import checksums, spans_processes, to_stored
 FORMAT = 3
 """The version of the format of checkpoints; raised when code of before could not read it."""
 _SHOWN = 5
+_NUMBERS = (bool, int, float, complex)
 _REMEDY = (
-    "Make the template with the code, the dtypes and the options that the checkpoint was "
-    "saved with, and convert what is restored: `mpx.cast_tree` changes dtypes, "
-    "`mpx.checkpoint.to_f32` and `from_f32` optimizer states. To restore a part of a "
-    "checkpoint, pass `partial=True`. For numbers in fields of modules, pass "
-    '`fields="template"` if they are options of the code, as the rate of a dropout, or '
-    '`fields="saved"` if the run has changed them.'
+    "Make the template with the code, dtypes and options that the checkpoint was saved with, "
+    "and convert what is restored: `mpx.cast_tree` changes dtypes, `mpx.checkpoint.to_f32` "
+    "and `from_f32` optimizer states. To restore a part, pass `partial=True`. For numbers in "
+    'fields of modules, pass `fields="template"` if they are options of the code, as the '
+    'rate of a dropout, or `fields="saved"` if the run has changed them.'
 )
 
 
@@ -171,7 +171,9 @@ class Opened(NamedTuple):
 
     leaves: dict[str, PyTree]  # by unique names such as `model/layers/0/weight`
     manifest: Manifest
-    fields: set[str]  # leaves that are fields of Equinox modules: options, if Python's
+    fields: set[
+        str
+    ]  # Python numbers that are fields of Equinox modules: options, maybe
     close: Callable[
         [Sequence[PyTree]], PyTree
     ]  # a state of other leaves, NNX made anew
@@ -206,7 +208,7 @@ def open_state(state: PyTree) -> Opened:
             name = name_of(path, keystr)
         leaves[name] = leaf
         holders = [x for x in types if x not in (dict, list, tuple)]
-        if holders and issubclass(holders[-1], eqx.Module):
+        if type(leaf) in _NUMBERS and holders and issubclass(holders[-1], eqx.Module):
             fields.add(name)
     described = {name: _described(leaf) for name, leaf in leaves.items()}
     named, _ = flatten_with_names(
@@ -221,7 +223,7 @@ def open_state(state: PyTree) -> Opened:
 
 def _described(leaf: PyTree) -> Leaf | None:
     """Returns what a leaf is; `None` for functions, strings and other static leaves."""
-    if type(leaf) in (bool, int, float, complex):
+    if type(leaf) in _NUMBERS:
         value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
         return Leaf(type(leaf).__name__, None, value)
     dtype = dtype_of(leaf)

@@ -238,8 +238,7 @@ def _build(
     def convert(params: PyTree, state: PyTree) -> PyTree:
         def quantizes(name: str, param: PyTree) -> bool:
             group = group_of(groups, name, param)
-            own = None if group is None else group.compression
-            return (own or base).quantize
+            return ((group and group.compression) or base).quantize
 
         options: PyTree = dict(quantize=quantizes, group_size=group_size)
         return from_mpx(params, state, state_type, **options)
