@@ -18,14 +18,7 @@ from jaxtyping import Bool, Int32, PyTree, UInt32
 
 from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
 from mpx._jax._sharding import sharded_as
-from mpx._jax._tree import (
-    AxisName,
-    dtype_of,
-    is_floating,
-    map_with_name,
-    named_leaves,
-    shape_of,
-)
+from mpx._jax._tree import AxisName, dtype_of, is_floating, map_with_name, named_leaves
 
 Kind = Literal["nan", "inf", "-inf", "huge", "flip"]
 _KINDS: tuple[str, ...] = get_args(Kind)
@@ -225,7 +218,7 @@ def _planted(x: Array, fault: Fault, on: Array, place: Array) -> Array:
 def _can_flip(leaf: Any) -> bool:
     """Returns whether a leaf consists of integers or real numbers of whole bytes."""
     dtype = dtype_of(leaf)
-    if not isinstance(dtype, np.dtype) or 0 in shape_of(leaf):
+    if not isinstance(dtype, np.dtype) or 0 in leaf.shape:
         return False
     return is_floating(leaf) or (dtype.kind in "iu" and dtype != jax.dtypes.float0)
 
@@ -245,7 +238,7 @@ def _leaf(tree: PyTree, kind: str, leaf: str | None, backward: bool) -> tuple[st
 
 def _places(name: str, leaf: Any, index: int, device: int) -> tuple[int, int]:
     """Returns the positions of a number in its leaf, and in the shard of its device."""
-    shape, sharding = shape_of(leaf), getattr(leaf, "sharding", None)
+    shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
     ranges, held = [range(n) for n in shape], f"`{name}`"
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     if device != _EVERY and isinstance(mesh, Mesh):

@@ -5,7 +5,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,13 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-ARRAYS, RECORD = "state", "mpx"
-"""The names of what a checkpoint consists of."""
+ARRAYS, RECORD = "state", "mpx"  # the names of what a checkpoint consists of
 Path = str | os.PathLike[str]
 Folder = Manager = Any  # an `etils.epath.Path`, an `orbax.checkpoint.CheckpointManager`
 Fields = Literal["saved", "template"]
-T = TypeVar("T")
+# The managers of this process that write, and the files that it has locked, by folder.
 _writing: dict[str, Manager] = {}
-"""The managers of this process that write, by folder."""
 _locks: dict[str, IO[str]] = {}
-"""The files whose locks this process holds, by folder."""
 
 
 class Checkpointer:
@@ -50,8 +47,8 @@ class Checkpointer:
     call `close`, to wait for the last one.
 
     Nothing in the folder changes before the first `save`: other processes may read while one
-    job writes. A second one that writes gets an error, unless it is an object store, which
-    has no locks.
+    job writes. A second job that writes gets an error, except in object stores, which have
+    no locks.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -123,7 +120,8 @@ class Checkpointer:
             )
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
-        if is_next and not force and not self._manager.should_save(step):
+        skips = not force and not self._read_only and is_next
+        if skips and not self._manager.should_save(step):
             if not self._manager.is_saving_in_progress():
                 self.wait()  # raises if the checkpoint before was not written
             return False
@@ -278,8 +276,7 @@ class Checkpointer:
             earlier.wait_until_finished()  # of a Checkpointer that was not closed
         self._manager.close()
         self._manager = self._open(
-            enable_async_checkpointing=self._asynchronous,
-            cleanup_tmp_directories=True,
+            enable_async_checkpointing=self._asynchronous, cleanup_tmp_directories=True
         )
         _writing[str(self._path)] = self._manager
         self._is_writer = True
@@ -297,10 +294,9 @@ class Checkpointer:
         writer, self._manager = self._manager, self._reader()
         with contextlib.suppress(Exception):  # that is `error` again
             writer.close()
-        steps = sorted(self._manager.all_steps())
         error.add_note(
             f"The checkpoint was not written to {self._path}, which has those of the steps "
-            f"{steps}."
+            f"{sorted(self._manager.all_steps())}."
         )
 
     def _read_leaves(
@@ -331,10 +327,7 @@ class Checkpointer:
         return [*leaves.values()]
 
     def _read_arrays(
-        self,
-        where: Folder,
-        targets: Mapping[str, PyTree],
-        saved: Mapping[str, Leaf],
+        self, where: Folder, targets: Mapping[str, PyTree], saved: Mapping[str, Leaf]
     ) -> dict[str, PyTree]:
         """Reads arrays to where their templates lie; compares them with their checksums."""
         ocp = _orbax()
@@ -417,7 +410,7 @@ def _lock(folder: Folder) -> None:
     _locks[str(folder)] = file
 
 
-def _while_others_write(call: Callable[[], T]) -> T:
+def _while_others_write(call: Callable[[], Manager]) -> Manager:
     """Calls a function again if a checkpoint is removed between its list and its files."""
     for _ in range(99):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

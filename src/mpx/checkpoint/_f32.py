@@ -8,13 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from mpx._casting._cast import widen_tree
-from mpx._jax._tree import (
-    check_same_structure,
-    check_shape,
-    is_array,
-    is_floating,
-    map_with_name,
-)
+from mpx._jax._tree import check_same_structure, check_shape, is_floating, map_with_name
 from mpx._optim._optax import MasterWeightsState
 from mpx._optim._optimizers import Stepped
 from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
@@ -132,8 +126,6 @@ def _cast_like(old: PyTree, new: PyTree) -> PyTree:
     check_same_structure(old, new, "`from_f32`")
 
     def cast(name: str, old: PyTree, new: PyTree) -> PyTree:
-        if not is_array(old):
-            return new
         check_shape(f"`{name}`", new, old)
         new = jnp.asarray(new).astype(old.dtype) if is_floating(old) else new
         return _placed(new, old)

@@ -17,13 +17,7 @@ from jaxtyping import PyTree
 from mpx._jax._compat import is_tracer
 from mpx._jax._nnx import nnx_module, put_back, take_out
 from mpx._jax._processes import gather_results
-from mpx._jax._tree import (
-    dtype_of,
-    flatten_with_names,
-    path_name,
-    shape_of,
-    types_around,
-)
+from mpx._jax._tree import dtype_of, flatten_with_names, path_name, types_around
 from mpx._jax._version import __version__
 from mpx._optim._state import FlashState
 from mpx._scaling._loss_scaling import LossScaling
@@ -230,7 +224,7 @@ def _described(leaf: PyTree) -> Leaf | None:
     if dtype is None:
         return None
     name = "float0" if dtype == jax.dtypes.float0 else str(dtype)
-    return Leaf(name, list(shape_of(leaf)))
+    return Leaf(name, list(leaf.shape))
 
 
 def _kind(node: PyTree) -> str | None:

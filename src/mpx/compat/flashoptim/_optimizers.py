@@ -11,13 +11,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx._jax._sharding import zeros_alike
-from mpx._jax._tree import (
-    dtype_of,
-    is_floating,
-    map_with_name,
-    named_leaves,
-    shape_of,
-)
+from mpx._jax._tree import dtype_of, is_floating, map_with_name, named_leaves
 from mpx._optim import _optimizers as _flash
 from mpx._optim._optimizers import Stepped
 from mpx._optim._options import Compression, ParamGroup, group_of
@@ -377,7 +371,7 @@ def _moment_to_mpx(name: str, x: PyTree, group_size: int) -> PyTree:
     if not is_quantized(x):
         return jnp.asarray(x, jnp.float32) if is_state(x) else None
     quantization.check_scales(x, group_size)
-    shape = shape_of(x.values)
+    shape = x.values.shape
     if shape == () or 0 in shape or shape[-1] % group_size:
         return quantization.dequantize(name, x, group_size)
     scales = jnp.asarray(x.scales, jnp.float16)
