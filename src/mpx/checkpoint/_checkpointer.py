@@ -32,7 +32,8 @@ except ImportError:  # Windows
 
 ARRAYS, RECORD = "state", "mpx"  # the names of what a checkpoint consists of
 Path = str | os.PathLike[str]
-Folder = Manager = Any  # an `etils.epath.Path`, an `orbax.checkpoint.CheckpointManager`
+Folder = Any  # an `etils.epath.Path`
+Manager = Any  # an `orbax.checkpoint.CheckpointManager`
 Fields = Literal["saved", "template"]
 # The managers of this process that write, and the files that it has locked, by folder.
 _writing: dict[str, Manager] = {}

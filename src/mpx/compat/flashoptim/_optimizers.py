@@ -20,12 +20,7 @@ from mpx._optim._params import PARAM_DTYPES
 from mpx._optim._state import FlashState, make_state
 from mpx._quant._codecs import Quantized
 from mpx.compat.flashoptim import quantization
-from mpx.compat.flashoptim.compression import (
-    MasterBits,
-    correction_dtype,
-    is_state,
-    no_state,
-)
+from mpx.compat.flashoptim.compression import correction_dtype, is_state, no_state
 from mpx.compat.flashoptim.quantization import QuantizedArray, is_quantized
 
 Rate = float | Array | Callable[[Array], PyTree]
@@ -78,7 +73,7 @@ def flash_adam(  # noqa: PLR0917
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -94,7 +89,7 @@ def flash_adamw(  # noqa: PLR0917
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -131,7 +126,7 @@ def flash_lion(  # noqa: PLR0917
     b2: float = 0.99,
     weight_decay: float = 0.0,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -147,7 +142,7 @@ def flash_sgd(  # noqa: PLR0917
     weight_decay: float = 0.0,
     nesterov: bool = False,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -163,7 +158,7 @@ def flash_sgdw(  # noqa: PLR0917
     weight_decay: float = 0.0,
     nesterov: bool = False,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -189,7 +184,7 @@ def _build(
     state_type: type,
     *,
     quantize: bool,
-    master_weight_bits: MasterBits,
+    master_weight_bits: PyTree,
     group_size: int,
     fused: bool,
     param_groups: Groups,
@@ -252,7 +247,7 @@ def _check_params(
     params: PyTree,
     groups: Sequence[ParamGroup],
     specs: Sequence[Mapping[str, PyTree]],
-    bits: MasterBits,
+    bits: int | None,
     fused: bool,
 ) -> None:
     """Raises for parameters that flashoptim-jax refuses with these options."""

@@ -11,7 +11,6 @@ from mpx._jax._tree import check_same_structure, check_shape, map_with_name
 from mpx._quant._codecs import UlpFraction
 from mpx._quant._rounding import Block
 
-MasterBits = int | None  # 24, 32 or None
 _BLOCK = Block()
 
 
@@ -25,7 +24,7 @@ def is_state(leaf: PyTree) -> bool:
     return not (leaf.shape == () and leaf.dtype == np.int32)
 
 
-def correction_dtype(dtype: DTypeLike, bits: MasterBits) -> np.dtype | None:
+def correction_dtype(dtype: DTypeLike, bits: int | None) -> np.dtype | None:
     """Returns the dtype of the correction of parameters of `dtype`, if they get one."""
     check_choice(bits, "master_weight_bits", (24, 32, None))
     has_none = bits is None or np.dtype(dtype).itemsize != 2
@@ -35,7 +34,7 @@ def correction_dtype(dtype: DTypeLike, bits: MasterBits) -> np.dtype | None:
 def split_leaf(
     theta: Array,
     narrow_dtype: DTypeLike = jnp.bfloat16,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
 ) -> tuple[Array, Array]:
     """Splits f32 weights into parameters of `narrow_dtype` and their corrections."""
     theta = jnp.asarray(theta, jnp.float32)
@@ -61,7 +60,7 @@ def reconstruct_weights(params_lp: PyTree, errors: PyTree) -> PyTree:
 
 
 def set_fp32_params(
-    fp32_params: PyTree, param_template: PyTree, master_weight_bits: MasterBits = 24
+    fp32_params: PyTree, param_template: PyTree, master_weight_bits: int | None = 24
 ) -> tuple[PyTree, PyTree]:
     """Splits f32 weights into parameters with the dtypes of a template, and `ecc`.
 
