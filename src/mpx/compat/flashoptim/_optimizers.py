@@ -404,10 +404,11 @@ def from_mpx(
             '`Compression(format="flashoptim")`. Convert it with `mpx.checkpoint.to_f32` '
             "and `from_f32`."
         )
-    cls: PyTree = state_type or (FlashLionState if state.nu is None else FlashAdamState)
+    default = FlashAdamState if "nu" in state.moments else FlashLionState
+    cls: PyTree = state_type or default
 
     def convert(kind: str, name: str, param: PyTree, x: PyTree) -> PyTree:
-        if not is_floating(param) or getattr(state, kind) is None:
+        if not is_floating(param):
             return no_state()
         codes = quantize(name, param) if callable(quantize) else quantize
         if isinstance(x, Quantized):
@@ -418,12 +419,14 @@ def from_mpx(
             x = zeros_alike(param, np.dtype(np.float32))
         return quantization.quantize(kind, x, group_size) if codes else x
 
+    trees = []
+    for kind in cls._fields[1:-1]:
+        new = functools.partial(convert, kind)
+        if kind in state.moments:
+            trees.append(map_with_name(new, params, getattr(state, kind)))
+        else:
+            trees.append(jax.tree.map(lambda _: no_state(), params))
     ecc = jax.tree.map(
         lambda _, x: no_state() if x is None else x, params, state.correction
     )
-    trees = {"ecc": ecc}
-    for kind in cls._fields[1:-1]:
-        stored = getattr(state, kind)
-        stored = params if stored is None else stored
-        trees[kind] = map_with_name(functools.partial(convert, kind), params, stored)
-    return Stepped(params, cls(count=state.count, **trees))
+    return Stepped(params, cls(state.count, *trees, ecc))
