@@ -197,7 +197,6 @@ def _build(
         )
     if "momentum" in hyper:
         hyper["momentum"] = hyper["momentum"] or None
-
     base = Compression(
         quantize=quantize,
         master_bits=master_weight_bits,
@@ -419,13 +418,12 @@ def from_mpx(
             x = zeros_alike(param, np.dtype(np.float32))
         return quantization.quantize(kind, x, group_size) if codes else x
 
-    trees = []
-    for kind in cls._fields[1:-1]:
-        new = functools.partial(convert, kind)
-        if kind in state.moments:
-            trees.append(map_with_name(new, params, getattr(state, kind)))
-        else:
-            trees.append(jax.tree.map(lambda _: no_state(), params))
+    trees = [
+        map_with_name(functools.partial(convert, kind), params, getattr(state, kind))
+        if kind in state.moments
+        else jax.tree.map(lambda _: no_state(), params)
+        for kind in cls._fields[1:-1]
+    ]
     ecc = jax.tree.map(
         lambda _, x: no_state() if x is None else x, params, state.correction
     )
