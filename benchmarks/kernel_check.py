@@ -31,9 +31,8 @@ from mpx._optim._optimizers import Step
 from mpx._optim._packing import PackedLeaf, Packing, Unpacked, moment_codec
 from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
-from mpx._quant._codecs import Quantized
-from mpx._quant._rounding import Block, Dither
-from mpx._quant._rounding import _mix as mix
+from mpx._quant._codecs import Block, Dither, Quantized
+from mpx._quant._codecs import _mix as mix
 
 RATE, DECAY = 0.01, {"weight_decay": 0.1}
 # By name: the optimizer, its arguments, and its options.

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import serialization
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import mpx
 from flash_cases import KINDS, TINY, make_grads, make_params, optimizer, stepper
@@ -74,17 +72,14 @@ def test_what_is_read_is_what_is_packed(name, dtype):
         assert all(np.any(x) for x in numbers) or dtype == F32
 
 
-def test_views_of_shapes_are_shapes_with_shardings():
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, P("x", "y"))
-    params = {"w": jax.ShapeDtypeStruct((64, 128), BF16, sharding=sharding)}
+def test_views_of_shapes_are_shapes():
+    params = {"w": jax.ShapeDtypeStruct((64, 128), BF16)}
     tx: Any = mpx.optim.flash_adamw(1e-3)
     template = tx.init(params)
     arrays = tx.init({"w": jnp.ones((64, 128), BF16)})
     for name in ("mu", "nu", "correction"):
         view, real = (jax.tree.leaves(getattr(x, name)) for x in (template, arrays))
         assert [(x.shape, x.dtype) for x in view] == [(x.shape, x.dtype) for x in real]
-        assert all(x.sharding.is_equivalent_to(sharding, 2) for x in view)
 
 
 def test_states_that_vmap_made_can_be_read():

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import may_cut_groups, sharded_as, whole_groups
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block
 
 
 @runtime_checkable

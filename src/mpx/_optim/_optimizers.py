@@ -49,7 +49,7 @@ from mpx._optim._state import (
     register_with_flax,
 )
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
-from mpx._quant._rounding import dither_of
+from mpx._quant._codecs import dither_of
 from mpx._updates._optax_checks import transforms_after
 
 _DEFAULT = Compression()

@@ -13,13 +13,14 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
+from mpx._jax._sharding import sharded_as, whole_groups, zeros_alike
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._options import Compression, StateFormat
 from mpx._optim._params import F32, PARAM_DTYPES
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant._codecs import (
     BitDelta,
+    Block,
     Full,
     MasterCodec,
     MomentCodec,
@@ -28,9 +29,12 @@ from mpx._quant._codecs import (
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
+    bits,
+    from_bits,
+    is_finite,
     place,
+    random_bits,
 )
-from mpx._quant._rounding import Block, bits, from_bits, is_finite, random_bits
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
@@ -84,7 +88,6 @@ class Unpacked(NamedTuple):
 
 
 def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
-    """Returns the codec of a moment."""
     if not quantized:
         return Full()
     codec = SoftsignInt8 if name == "mu" else SqrtUint8
@@ -118,7 +121,6 @@ class Packing:
         return [moment_codec(x, self.quantized, self.format) for x in self.moments]
 
     def master(self, dtype: DTypeLike) -> MasterCodec:
-        """Returns the codec of the weights of parameters of `dtype`."""
         if self.correction is None:
             return RoundedMaster()
         is_bf16 = np.dtype(dtype) == np.dtype(jnp.bfloat16)
@@ -150,17 +152,17 @@ class Packing:
 
     def unpack(self, words: Packed) -> Unpacked:
         """Returns moments and correction, given a tuple with the words of each plane."""
-        codes, scales = words.codes, words.scales or ()
-        return self._named(join(codes, self.elements), join(scales, self.scales))
-
-    def _named(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Unpacked:
-        moments = tuple(numbers[: len(self.moments)])
-        if scales:
+        numbers = join(words.codes, self.elements)
+        moments = numbers[: len(self.moments)]
+        if words.scales:
+            scales = join(words.scales, self.scales)
             moments = tuple(map(Quantized, moments, scales))
         return Unpacked(moments, None if self.correction is None else numbers[-1])
 
     def view(self, packed: Packed) -> Unpacked:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed)):
+            return jax.eval_shape(self.view, packed)
         codes, scales = _planes(packed.codes), _planes(packed.scales)
         given = [len(codes), len(scales)]
         expected = [count_words(dtypes) for dtypes in (self.elements, self.scales)]
@@ -170,26 +172,13 @@ class Packing:
                 f"but there are {given}. In a function that `jax.vmap` maps over states, "
                 "read them inside."
             )
-        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
-            return self.unpack(Packed(codes, scales))
-
-        def struct(like: jax.ShapeDtypeStruct, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
-
-        return self._named(
-            [struct(codes[0], dtype) for dtype in self.elements],
-            [struct(scales[0], dtype) for dtype in self.scales],
-        )
+        return self.unpack(Packed(codes, scales))
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
     """Returns the planes of an array; a tuple consists of them already."""
     if x is None or isinstance(x, tuple):
         return x or ()
-    if isinstance(x, jax.ShapeDtypeStruct):
-        sharding = unstacked(x.sharding)
-        plane = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-        return (plane,) * x.shape[0]
     x = jnp.asarray(x)
     return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
 
@@ -234,7 +223,7 @@ class LeafStep:
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
         param, correction = master.encode(weight, dtype, block, for_masters)
         stored = tuple(
-            codec.encode(moment, block, for_moments, is_safe=True)
+            codec.encode(moment, block, for_moments)
             for codec, moment in zip(codecs, moments, strict=True)
         )
         return PackedLeaf(param, Unpacked(stored, correction).words)
@@ -279,8 +268,11 @@ def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
 def encode_moment(
     name: str, moment: Array, format: StateFormat, group_size: int
 ) -> Quantized:
-    """Quantises a moment, to nearest, in groups that divide its last axis."""
-    shape = moment.shape
+    """Quantises a moment, to nearest, in groups that divide its last axis.
+
+    Zero is stored for inf and nan, which would spread to their group.
+    """
+    shape, moment = moment.shape, jnp.where(is_finite(moment), moment, 0.0)
     grouped = whole_groups(moment, group_size).reshape(*shape[:-1], -1, group_size)
     codec = moment_codec(name, quantized=True, format=format)
     new = codec.encode(grouped, Block())

@@ -19,7 +19,7 @@ from mpx._optim._options import Compression, StateFormat
 from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, Unpacked, put_master
 from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
 from mpx._optim._update_rules import Rule
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block
 
 Scalars = tuple[Array, ...]
 Moments = tuple[Array, ...]

@@ -7,8 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from mpx._jax._tree import check_same_structure, named_leaves, shape_of
-from mpx._quant._codecs import UlpFraction
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block, UlpFraction
 
 MasterBits = int | None  # 24, 32 or None
 _BLOCK = Block()
