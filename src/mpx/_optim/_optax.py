@@ -20,7 +20,7 @@ from mpx._jax._tree import (
     map_with_name,
     select_tree,
 )
-from mpx._optim._params import cast_params
+from mpx._optim._options import cast_params
 from mpx._updates._optax_checks import check_transformation
 from mpx._updates._update import apply_updates, stays_finite, together
 

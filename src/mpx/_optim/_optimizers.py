@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,36 +17,36 @@ from mpx._jax._arguments import check_choice
 from mpx._jax._compat import undifferentiable
 from mpx._jax._tree import as_flag, check_shape, dtype_of
 from mpx._optim._options import (
+    F32,
+    PARAM_DTYPES,
     Compression,
+    FlatParams,
     Hyper,
+    Mask,
     ParamGroup,
     as_groups,
     as_scalar,
+    cast_params,
     check_compression,
     check_groups_match,
-    check_hyper,
-    group_of,
-)
-from mpx._optim._packing import LeafStep, PackedLeaf, first_state
-from mpx._optim._params import (
-    F32,
-    PARAM_DTYPES,
-    FlatParams,
-    Mask,
-    cast_params,
     check_has_params,
+    check_hyper,
     decays,
     flatten_params,
+    group_of,
     is_trainable,
 )
+from mpx._optim._packing import LeafStep, PackedLeaf, first_state
 from mpx._optim._state import (
     FlashState,
+    Stepped,
     check_packed,
     check_state,
     leaves_of,
     make_state,
     put_masters,
     register_with_flax,
+    with_leaves,
 )
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
 from mpx._quant._codecs import dither_of
@@ -55,32 +55,20 @@ from mpx._updates._optax_checks import transforms_after
 _DEFAULT = Compression()
 
 
-class Stepped(NamedTuple):
-    """Parameters, in their own dtypes, and their state, at the start or after a step."""
-
-    params: PyTree
-    state: FlashState
-
-
 class FlashOptimizer(optax.GradientTransformationExtraArgs):
     """A compressed optimizer: an optax transformation with a faster way to step.
 
-    `step` updates parameters and state in one pass over memory, in place if they are
-    donated. `update` is the optax interface. Its result must reach `optax.apply_updates`
-    unchanged, because the state holds the remainder of rounding the new parameters: in a
-    chain it must be the last member. What changes gradients goes before it, and the factor
-    of a schedule into `learning_rate`.
-
-    Start with `init_from`, which takes the f32 weights.
+    Start with `init_from`, which takes the f32 weights. `step` updates parameters and state
+    in one pass over memory, in place if they are donated.
 
     Attributes:
         init: Makes the state of parameters as they are: `init(params)`. For masters of
             16-bit parameters see `Compression.jitter`. Given `ShapeDtypeStruct`s, every
             leaf of the state is one, sharded like the parameters.
         update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
-            Its updates are f32, also for 16-bit parameters: apply them with
-            `optax.apply_updates` or `mpx.optimizer_update`, which keep the dtypes of
-            parameters, not with `eqx.apply_updates`.
+            Its f32 updates must reach `optax.apply_updates` or `mpx.optimizer_update`,
+            which keep the dtypes of parameters, unchanged: the state holds the remainder of
+            rounding the new parameters. In a chain it is the last member.
     """
 
     def init_from(
@@ -88,9 +76,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     ) -> Stepped:
         """Makes 16-bit parameters and their state from f32 weights.
 
-        The masters hold the f32 weights, to the precision of their format. Weights that
-        were rounded to 16 bits before have lost it: small steps, as in a warm-up or in
-        fine-tuning, then start from wrong places.
+        The masters hold the f32 weights, to the precision of their format.
 
         Args:
             params: The f32 weights, or a whole model: arrays, tracers or
@@ -109,7 +95,6 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
                 `keep` selects nothing.
 
         Examples:
-            >>> import jax.numpy as jnp
             >>> from mpx.optim import flash_adamw, master_params
             >>> params, state = flash_adamw(1e-3).init_from({"w": jnp.full((64, 64), 0.1)})
             >>> params["w"].dtype, float(params["w"][0, 0])
@@ -124,7 +109,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
             None if dtype_of(old) == dtype_of(new) else old
             for old, new in zip(flat.like(params, "`params`"), flat.leaves, strict=True)
         ]
-        return Stepped(*put_masters(flat, state, weights))
+        return put_masters(flat, state, weights)
 
     def step(
         self,
@@ -207,16 +192,20 @@ class Core:
                 "`update(grads, state, params)`."
             )
         flat = flatten_params(params)
-        _check_is_last(flat.leaves)
-        new, state = self.step(params, state, updates, finite, grad_scale)
-        deltas = [
-            None if grad is None else _difference(after, before)
-            for grad, after, before in zip(
-                flat.like(updates, "The gradients"),
-                flatten_params(new).leaves,
-                flat.leaves,
-                strict=True,
+        is_rounded = any(dtype_of(x) in PARAM_DTYPES[1:] for x in flat.leaves)
+        if is_rounded and (later := transforms_after()):
+            raise ValueError(
+                "A compressed optimizer must be the last of a chain, but after it come "
+                f"{', '.join(later)}. Its state holds the remainder of rounding the new "
+                "16-bit parameters; with other updates they would become different ones, "
+                "and may not move at all. Put what changes gradients before it, and the "
+                "factor of a learning rate or schedule into `learning_rate`."
             )
+        new, state = self.step(params, state, updates, finite, grad_scale)
+        grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
+        deltas = [
+            None if grad is None else _difference(*pair)
+            for grad, *pair in zip(grads, after, flat.leaves, strict=True)
         ]
         return flat.treedef.unflatten(deltas), state
 
@@ -260,7 +249,7 @@ class Step:
         check_state(state, core.rule, core.compression)
         self._core, self._flat, self._state = core, flat, state
         self._scale = as_scalar("grad_scale", grad_scale)
-        self._leaves, self._packings = leaves_of(flat, state)
+        self._leaves = leaves_of(flat, state)
         self._decays = decays(core.mask, flat)
         self._known: dict[tuple[int, bool], Array] = {}
 
@@ -284,12 +273,12 @@ class Step:
 
     def job(self, index: int) -> _kernels.Job | None:
         """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        name, leaf = self._flat.names[index], self._leaves[index]
-        packing, param = self._packings[index], leaf.param
+        name, stored, packing = leaf = self._leaves[index]
+        param = stored.param
         group, compression = self._core.options(name, param)
         if compression is None:
             return None
-        group_size = check_packed(name, leaf, packing)
+        group_size = check_packed(leaf)
         if packing.correction is None and compression.correction_dtype(param):
             raise ValueError(
                 f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
@@ -301,19 +290,17 @@ class Step:
         dithers = self._state.format == "mpx" and compression.rounding == "dithered"
         body = LeafStep(self._core.rule, packing, group_size, dithers)
         scalars = self.scalars(group, self._decays[index])
-        return _kernels.Job(name, body, scalars, None, leaf)
+        return _kernels.Job(name, body, scalars, None, stored)
 
     def result(
         self, stepped: Mapping[int, PackedLeaf], finite: Array | None
     ) -> Stepped:
         """Returns parameters and state, given the leaves that have stepped, by index."""
-        old, flat = self._state, self._flat
-        leaves = [stepped.get(index, leaf) for index, leaf in enumerate(self._leaves)]
+        old = self._state
         count = jnp.asarray(optax.safe_increment(old.count))
         count = count if finite is None else jnp.where(finite, count, old.count)
-        packed = flat.bare.unflatten(leaf.packed for leaf in leaves)
-        params = flat.treedef.unflatten(leaf.param for leaf in leaves)
-        return Stepped(params, dataclasses.replace(old, count=count, packed=packed))
+        new = (stepped.get(i, leaf.stored) for i, leaf in enumerate(self._leaves))
+        return with_leaves(self._flat, dataclasses.replace(old, count=count), new)
 
 
 _constant = undifferentiable(
@@ -361,20 +348,6 @@ def _difference(new: PyTree, old: PyTree) -> Array:
     return jnp.zeros_like(old)
 
 
-def _check_is_last(params: Sequence[PyTree]) -> None:
-    """Raises if a chain would change the updates of 16-bit parameters."""
-    if not any(dtype_of(param) in PARAM_DTYPES[1:] for param in params):
-        return
-    if later := transforms_after():
-        raise ValueError(
-            "A compressed optimizer must be the last of a chain, but after it come "
-            f"{', '.join(later)}. Its state holds the remainder of rounding the new "
-            "16-bit parameters; with other updates they would become different ones, and "
-            "may not move at all. Put what changes gradients before it, and the factor of "
-            "a learning rate or schedule into `learning_rate`."
-        )
-
-
 # --- by name --------------------------------------------------------------------------
 
 
@@ -393,16 +366,14 @@ def _build(
     backend: _kernels.Backend,
     **hyper: Hyper,
 ) -> FlashOptimizer:
-    """Makes an optimizer from a rule and a user's options, which it checks."""
     check_compression("`compression`", compression)
     check_choice(backend, "backend", _kernels.BACKENDS)
     groups = as_groups(groups, rule, compression)
     for values in (hyper, *(group.hyper for group in groups)):
         check_hyper(values)
     core = Core(rule, hyper, mask, groups, compression, backend)
-    init: Any = core.init  # optax's types do not allow for other states
-    update: Any = core.update
-    return FlashOptimizer(init, update)
+    methods: Any = core.init, core.update  # optax's types allow for no other states
+    return FlashOptimizer(*methods)
 
 
 def flash_adamw(
@@ -438,7 +409,6 @@ def flash_adamw(
         An optimizer with `init_from`, `init`, `step` and the `update` of optax.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_adamw(0.5)
         >>> params, state = optimizer.init_from({"w": jnp.ones((64, 64))})
         >>> grads = {"w": jnp.ones((64, 64), jnp.bfloat16)}
@@ -467,7 +437,6 @@ def flash_adam(
     (L2 regularisation). For the arguments see `flash_adamw`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_adam(1e-3)
         >>> state = optimizer.init({"w": jnp.ones((64, 64))})
         >>> state.mu["w"].codes.dtype
@@ -493,7 +462,6 @@ def flash_lion(
     decay. For the other arguments see `flash_adamw`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_lion(1e-3)
         >>> optimizer.init({"w": jnp.ones((64, 64))}).nu is None
         True
@@ -516,20 +484,11 @@ def flash_sgd(
     """Gradient descent with an 8-bit momentum and compressed master weights.
 
     The rule is that of `optax.sgd`. Weight decay, if any, is added to the gradient.
-
-    Args:
-        learning_rate: A number, or a schedule: a function of the step count.
-        momentum: Decay of the momentum; `None` keeps none, and no memory for it.
-        nesterov: Whether to look one step ahead.
-        dampening: The share of each gradient that the momentum leaves out.
-        weight_decay: A number or a schedule.
-        mask: For this and the next arguments see `flash_adamw`.
-        groups: Options by parameter path.
-        compression: How the state is stored.
-        backend: Where steps run.
+    `momentum` is the decay of the momentum; `None` keeps none, and no memory for it.
+    `nesterov` looks one step ahead. `dampening` is the share of each gradient that the
+    momentum leaves out. For the other arguments see `flash_adamw`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_sgd(0.5)
         >>> params = {"w": jnp.ones(2)}
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.ones(2)}).params
@@ -556,7 +515,6 @@ def flash_sgdw(
     the arguments see `flash_sgd`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_sgdw(0.5, weight_decay=1.0)
         >>> params = {"w": jnp.ones(2)}
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.zeros(2)}).params

@@ -15,8 +15,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._sharding import sharded_as, whole_groups, zeros_alike
 from mpx._jax._tree import dtype_of, shape_of
-from mpx._optim._options import Compression, StateFormat
-from mpx._optim._params import F32, PARAM_DTYPES
+from mpx._optim._options import F32, PARAM_DTYPES, Compression, StateFormat
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant._codecs import (
     BitDelta,

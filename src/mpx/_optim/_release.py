@@ -31,7 +31,7 @@ from mpx._jax._compat import (
 )
 from mpx._jax._tree import as_flag
 from mpx._optim._optimizers import FlashOptimizer, Step, core_of
-from mpx._optim._params import flatten_params
+from mpx._optim._options import flatten_params
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor

@@ -281,8 +281,9 @@ def _rounded_scale(
     if dtype == BF16:
         # In integers: XLA would remove a cast down followed by a cast up.
         b = bits(peak)
-        up = 0x7FFF + ((b >> 16) & 1)  # to nearest, ties to even
-        if dither is not None:
+        if dither is None:
+            up = 0x7FFF + ((b >> 16) & 1)  # to nearest, ties to even
+        else:
             up = ((dither + 0.5) * 65536.0).astype(jnp.int32)
         rounded = from_bits((b + up) & np.int32(-65536))
         return rounded, rounded.astype(BF16)
