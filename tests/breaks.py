@@ -281,8 +281,8 @@ BREAKS = [
     Break(
         "an update that overflows is applied",
         "_updates",
-        "        if checks:",
-        "        if False:",
+        "flag &= together(stays_finite(before, after), flag, axis_name)",
+        "pass",
         "update",
         "would_overflow",
     ),

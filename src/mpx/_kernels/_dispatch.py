@@ -62,37 +62,29 @@ class _Batch(NamedTuple):
 def run(
     jobs: Sequence[Job], *, finite: Array | None = None, backend: Backend = "auto"
 ) -> list[PyTree]:
-    """Runs steps.
-
-    If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
-    where it is faster.
-    """
+    """Runs steps; if `finite` is false, the leaves come back as they were."""
     # Small jobs of equal types share a launch of the kernel.
     alike: dict[object, list[int]] = {}
     in_kernel = [_takes_kernel(job, backend) for job in jobs]
     for index, job in enumerate(jobs):
-        types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
-        leaves, treedef = jax.tree.flatten(types)
-        is_alone = job.size > _BATCH_SIZE or job.layer is not None
-        key = (
-            index if is_alone or not in_kernel[index] else (job.body, treedef, *leaves)
-        )
+        key: object = index
+        if in_kernel[index] and job.size <= _BATCH_SIZE and job.layer is None:
+            types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
+            key = (job.body, jax.tree.structure(types), *jax.tree.leaves(types))
         alike.setdefault(key, []).append(index)
     new: list[PyTree] = [None] * len(jobs)
     for all_indices in alike.values():
         for start in range(0, len(all_indices), _BATCH):
             indices = all_indices[start : start + _BATCH]
             rows = [(jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices]
-            scalars, grads, leaves = map(list, zip(*rows, strict=True))
             job, step = jobs[indices[0]], _launch if in_kernel[indices[0]] else _plain
-            batch = _Batch(scalars, grads, leaves, finite, job.layer)
+            batch = _Batch(*map(list, zip(*rows, strict=True)), finite, job.layer)
             for index, leaf in zip(indices, step(batch, body=job.body), strict=True):
                 new[index] = leaf
     return new
 
 
 def _takes_kernel(job: Job, backend: Backend) -> bool:
-    """Returns whether a job is stepped by the kernel, where that can run."""
     # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced: that
     # takes longer than all else, and imports Pallas.
     capability, size = gpu_capability(), job.body.group_size
@@ -189,7 +181,7 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
-        if _triton.can_step_layer(leaf, _BLOCK):
+        if _triton.can_address(leaf, _BLOCK) and grads[0].size % _BLOCK == 0:
             return launch(numbers, grads, leaves, like=like, ahead=ahead)
         # A device may have other layers only.
         layer, last = -ahead[0], len(ahead) - 1
@@ -209,10 +201,10 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         for indices in alike.values():
             rows = numbers
             if len(indices) < len(leaves):
-                rows = jnp.stack([numbers[index] for index in indices])
-            some = [grads[index] for index in indices], [leaves[i] for i in indices]
+                rows = jnp.stack([numbers[i] for i in indices])
+            some = [grads[i] for i in indices], [leaves[i] for i in indices]
             if _triton.can_address(some[1][0], _BLOCK):
-                results = launch(rows, *some, like=[like[index] for index in indices])
+                results = launch(rows, *some, like=like[: len(indices)])
             else:
                 flag = rows[0, 0] != 0
                 results = plain(_Batch([row[1:] for row in rows], *some, flag, None))

@@ -44,12 +44,6 @@ def can_address(leaf: PyTree, block: int) -> bool:
     )
 
 
-def can_step_layer(leaf: PyTree, block: int) -> bool:
-    """Returns whether a kernel can step one layer of a leaf in place."""
-    layers, size = leaf.param.shape[0], leaf.param.size
-    return can_address(leaf, block) and size // layers % block == 0
-
-
 def launch(
     body: Body,
     scalars: Array,
@@ -64,21 +58,19 @@ def launch(
     """Steps leaves of equal shapes on one device, in place if they are donated.
 
     `scalars` has a row for each leaf: zero if the leaf must not change, then the numbers
-    that `body` needs. A program steps `block` elements. `ahead` is for one layer of a leaf:
-    the distance of each layer from it. The types of `like` tell over which mesh axes the
-    results vary.
+    that `body` needs. `ahead` is for one layer of a leaf: the distance of each layer from
+    it. The types of `like` tell over which mesh axes the results vary.
     """
     param, group_size = leaves[0].param, body.group_size
     view = _View(grads[0].size, block, group_size)
     layers = 1 if ahead is None else len(ahead)
 
-    def flat(x: Array) -> Array:
-        planes = 1 if x.ndim == param.ndim else len(x)
-        grouped = x.shape[x.ndim - param.ndim :] != param.shape
-        return x.reshape(view.shape(layers * planes, grouped=grouped))
-
     def planes_of(x: Array) -> int:
         return 0 if x.ndim == param.ndim else len(x)
+
+    def flat(x: Array) -> Array:
+        grouped = x.shape[x.ndim - param.ndim :] != param.shape
+        return x.reshape(view.shape(layers * (planes_of(x) or 1), grouped=grouped))
 
     arrays = jax.tree.map(flat, list(leaves))
     shape = view.shape(1, grouped=False)

@@ -21,8 +21,12 @@ from mpx._jax._tree import (
     select_tree,
 )
 from mpx._optim._options import cast_params
-from mpx._updates._optax_checks import check_transformation
-from mpx._updates._update import apply_updates, stays_finite, together
+from mpx._updates._update import (
+    apply_updates,
+    check_transformation,
+    stays_finite,
+    together,
+)
 
 
 class SkipNonfiniteState(NamedTuple):

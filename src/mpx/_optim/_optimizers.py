@@ -50,7 +50,7 @@ from mpx._optim._state import (
 )
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
 from mpx._quant._codecs import dither_of
-from mpx._updates._optax_checks import transforms_after
+from mpx._updates._update import transforms_after
 
 _DEFAULT = Compression()
 
