@@ -104,7 +104,7 @@ ERRORS = {
             ],
         ).init(W),
         ValueError,
-        "group 'layer' with `frozen=True` holds for no parameter: `layer/w` .* and "
+        "group 'layer' holds for no parameter: `layer/w` .* and "
         "the first .* holds. Put it before",
     ),
     "a function that chooses by traced values": (

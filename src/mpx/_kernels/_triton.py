@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import struct_like
 from mpx._jax._private import private
-from mpx._kernels._plain import Body
+from mpx._kernels._dispatch import Body
 from mpx._quant._codecs import Block
 
 pl = plgpu = private("kernels")

@@ -11,11 +11,11 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from mpx import _kernels
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import check_choice
 from mpx._jax._compat import undifferentiable
 from mpx._jax._tree import as_flag, check_shape, dtype_of
+from mpx._kernels import _dispatch as _kernels
 from mpx._optim._options import (
     F32,
     PARAM_DTYPES,
@@ -79,11 +79,10 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         The masters hold the f32 weights, to the precision of their format.
 
         Args:
-            params: The f32 weights, or a whole model: arrays, tracers or
-                `ShapeDtypeStruct`s. Running statistics stay f32: `eqx.nn.State`,
-                `batch_stats` of Flax Linen and NNX variables other than `nnx.Param`.
-                Parameters that have 16 bits already start as with `init`. Frozen ones are
-                rounded.
+            params: The f32 weights, or a whole model: arrays or `ShapeDtypeStruct`s.
+                Running statistics stay f32: `eqx.nn.State`, `batch_stats` of Flax Linen
+                and NNX variables other than `nnx.Param`. Parameters that have 16 bits
+                already start as with `init`. Frozen ones are rounded.
             dtype: The dtype of the parameters: bf16, f16, or f32 to leave them as they are.
             keep: Parameters that stay as they are: a selector as in `ParamGroup`.
 
@@ -123,8 +122,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         """Takes one step.
 
         Args:
-            params: The parameters, or a whole model: leaves that are not floating come
-                back as they are.
+            params: The parameters, or a whole model, of which other leaves do not change.
             state: The state, from `init(params)` or the last step.
             grads: The gradients, `None` where a parameter must not change.
             finite: A boolean scalar. If it is false, nothing changes, not even the step
@@ -133,8 +131,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
                 times the factor of a gradient clip.
 
         Raises:
-            ValueError: If gradients or state do not fit the parameters; the leaf is
-                named.
+            ValueError: If gradients or state do not fit the parameters.
         """
         return core_of(self).step(params, state, grads, finite, grad_scale)
 
@@ -185,7 +182,6 @@ class Core:
         grad_scale: ArrayLike = 1.0,
         **_: object,
     ) -> tuple[PyTree, FlashState]:
-        """Returns f32 updates for `optax.apply_updates`; see `FlashOptimizer`."""
         if params is None:
             raise ValueError(
                 "A compressed optimizer needs the parameters: call "
@@ -217,16 +213,13 @@ class Core:
         finite: ArrayLike | None,
         grad_scale: ArrayLike,
     ) -> Stepped:
-        """Steps all parameters that have gradients; see `FlashOptimizer`."""
         flat = flatten_params(params)
         flag = None if finite is None else as_flag(finite, "finite")
         step = Step(self, flat, state, grad_scale)
         jobs: dict[int, _kernels.Job] = {}
         for index, grad in enumerate(flat.like(grads, "The gradients")):
-            if grad is None or dtype_of(grad) == jax.dtypes.float0:
-                continue
-            job = step.job(index)
-            if job is not None:
+            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
+            if has_grad and (job := step.job(index)) is not None:
                 _check_grad(job, grad)
                 jobs[index] = job._replace(grad=grad)
         if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
@@ -261,10 +254,8 @@ class Step:
             hyper = {**self._core.hyper, **(group.hyper if group else {})}
             if not decays:
                 hyper["weight_decay"] = 0.0
-            values = {}
-            for name in rule.hyper:
-                x = hyper[name]
-                values[name] = as_scalar(name, x(count) if callable(x) else x)
+            given = ((name, hyper[name]) for name in rule.hyper)
+            values = {k: as_scalar(k, x(count) if callable(x) else x) for k, x in given}
             # As in the state: the largest int32 plus one would be negative.
             step = jnp.asarray(optax.safe_increment(count))
             numbers = rule.coefficients(values, step.astype(jnp.float32))
@@ -327,7 +318,6 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
 
 
 def _check_grad(job: _kernels.Job, grad: PyTree) -> None:
-    """Raises if a gradient does not fit its parameter."""
     check_shape(f"The gradient of `{job.name}`", grad, job.leaf.param)
     dtype = dtype_of(grad)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

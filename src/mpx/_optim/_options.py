@@ -88,7 +88,6 @@ class FlatParams(NamedTuple):
 
 
 def flatten_params(params: PyTree) -> FlatParams:
-    """Flattens parameters, with the path of each."""
     treedef = jax.tree.structure(params, is_leaf=is_none)
     named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
     names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
@@ -127,10 +126,8 @@ def check_has_params(flat: FlatParams) -> None:
     """Raises if a tree has leaves, but none that could train."""
     leaves = [x for x in flat.leaves if x is not None]
     if leaves and not any(map(_is_inexact, leaves)):
-        came = [
-            f"{name}: {dtype_of(leaf) or type(leaf).__name__}"
-            for name, leaf in zip(flat.names, flat.leaves, strict=True)
-        ]
+        pairs = zip(flat.names, flat.leaves, strict=True)
+        came = [f"{name}: {dtype_of(x) or type(x).__name__}" for name, x in pairs]
         raise ValueError(
             "A compressed optimizer expected parameters, which are floating arrays, but "
             f"the tree has none: it holds {came[:8]}{' …' if len(came) > 8 else ''}. Was "
@@ -139,7 +136,6 @@ def check_has_params(flat: FlatParams) -> None:
 
 
 def _is_inexact(leaf: object) -> bool:
-    """Returns whether a leaf is floating, also in 8 bits, or complex."""
     dtype = dtype_of(leaf)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -202,23 +198,20 @@ class Compression:
     Attributes:
         quantize: Whether moments are stored in 8 bits; else in f32.
         master_bits: Bits of the master weights of 16-bit parameters: 24, 32, or `None` for
-            no master weights. f32 parameters need none. 24 bits follow f32 to a few units
-            of 2⁻¹⁵ of a weight.
+            none. 24 bits follow f32 to a few units of 2⁻¹⁵ of a weight.
         group_size: How many elements of the last axis share a scale. A power of two.
         min_size: Parameters with fewer elements keep f32 moments and 32-bit master
             weights: compressing them would save little. Parameters whose last axis is not
             a multiple of `group_size` keep f32 moments too.
-        rounding: How moments and weights are rounded. `"dithered"` rounds up or down with
-            a threshold that changes from step to step, so that small updates add up.
-            `"nearest"` loses updates below half a code, and so does
-            `format="flashoptim"`.
+        rounding: `"dithered"` rounds moments and weights up or down with a threshold that
+            changes from step to step, so that small updates add up. `"nearest"` loses
+            updates below half a code, and so does `format="flashoptim"`.
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
         jitter: Whether `init` puts each master weight of a 16-bit parameter at a
-            pseudo-random place among the weights that round to it, which depends on the
-            path of the parameter and the index of the element. In the middle, small
-            steps would change no parameter for a long time. To start from f32 weights,
-            use `init_from`.
+            pseudo-random place, which depends on its path and index, among the weights
+            that round to it. In the middle, small steps would change no parameter for a
+            long time. To start from f32 weights, use `init_from`.
 
     Examples:
         >>> Compression(master_bits=None, rounding="nearest").quantize
@@ -313,7 +306,6 @@ def _selects(selector: Selector, name: str, leaf: object) -> bool:
 def group_of(
     groups: Sequence[ParamGroup], name: str, leaf: object
 ) -> ParamGroup | None:
-    """Returns the first group that a parameter belongs to."""
     return next((group for group in groups if group.matches(name, leaf)), None)
 
 
@@ -327,11 +319,10 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
                 raise selects_nothing(selector, "where", flat.names)
         if id(group) not in in_force:
             name = next(name for name, leaf in pairs if group.matches(name, leaf))
-            frozen = " with `frozen=True`" if group.frozen else ""
             raise ValueError(
-                f"The group {group.where!r}{frozen} holds for no parameter: `{name}` and "
-                "all others belong to earlier groups, and the first group that matches "
-                "holds. Put it before."
+                f"The group {group.where!r} holds for no parameter: `{name}` and all others "
+                "belong to earlier groups, and the first group that matches holds. Put it "
+                "before."
             )
 
 
@@ -365,7 +356,6 @@ def as_groups(
 
 
 def check_compression(what: str, compression: object) -> None:
-    """Raises if a user's `compression` is something else."""
     if not isinstance(compression, Compression):
         raise TypeError(
             f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
@@ -404,7 +394,6 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
 
 
 def as_scalar(name: str, value: PyTree) -> Array:
-    """Returns a number as f32; raises if it is not one."""
     _check_number(name, value)
     # An array may still be being computed.
     if name == "grad_scale" and not isinstance(value, jax.Array):
@@ -460,12 +449,12 @@ def clip_scale(
     """Returns the factor that clips gradients to a global norm.
 
     The gradients are read once and not copied: pass the result to the `step` of a
-    compressed optimizer, which applies it. The rule is that of
-    `optax.clip_by_global_norm`; squares are summed in f32.
+    compressed optimizer. The rule is that of `optax.clip_by_global_norm`; squares are
+    summed in f32.
 
     Args:
-        grads: The gradients, possibly still scaled, in any floating or complex dtype.
-            Other leaves, such as `None` and integers, are ignored.
+        grads: The gradients, possibly still scaled. Leaves that are neither floating nor
+            complex are ignored.
         max_norm: The largest norm allowed, a positive scalar; inf only computes the norm.
         grad_scale: The factor that unscales the gradients: one over the loss scale.
 

@@ -18,7 +18,6 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from mpx import _kernels
 from mpx._casting._context import gradient_function, has_scales
 from mpx._gradients._call import loss_and_aux
 from mpx._jax._compat import (
@@ -30,6 +29,7 @@ from mpx._jax._compat import (
     varying_axes,
 )
 from mpx._jax._tree import as_flag
+from mpx._kernels import _dispatch as _kernels
 from mpx._optim._optimizers import FlashOptimizer, Step, core_of
 from mpx._optim._options import flatten_params
 from mpx._optim._state import FlashState
