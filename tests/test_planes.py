@@ -10,7 +10,7 @@ from flax import serialization
 
 import mpx
 from flash_cases import KINDS, TINY, make_grads, make_params, optimizer, stepper
-from mpx._optim._packing import Unpacked, count_words, join, split, word_of
+from mpx._optim._packing import Unpacked, join, split, words_of
 from mpx.testing import assert_trees_equal
 
 I8, U8, I16, BF16, F16, F32 = (
@@ -39,7 +39,7 @@ def test_words_hold_all_bits(dtypes, word, count):
         rng.integers(0, 256, (999, dtype.itemsize), np.uint8).view(dtype)[:, 0]
         for dtype in dtypes
     ]
-    assert (word_of(dtypes), count_words(dtypes)) == (word, count)
+    assert words_of(dtypes) == (word, count)
     words = jax.jit(split)([jnp.asarray(x) for x in arrays])
     assert [x.dtype for x in words] == [word] * count
     size = np.dtype(word).itemsize

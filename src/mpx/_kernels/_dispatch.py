@@ -69,7 +69,6 @@ class Job(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements that step."""
         param = self.leaf.param
         return param.size if self.layer is None else math.prod(param.shape[1:])
 

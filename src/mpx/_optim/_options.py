@@ -184,9 +184,6 @@ def _is_flag(leaf: object) -> bool:
     return is_bool and shape_of(leaf) == () and not is_tracer(leaf)
 
 
-# --- storage and groups ---------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression:
     """Storage format of the state of a compressed optimizer.
@@ -417,16 +414,10 @@ def _check_number(name: str, value: PyTree) -> None:
 def _check_range(name: str, value: PyTree) -> None:
     """Raises if a known number is out of its range in f32, in which it is used."""
     fits, range_ = _RANGES.get(name, _RATE)
-    if is_tracer(value):
-        return
     with np.errstate(over="ignore"):
-        used = float(np.float32(value))
-    if not fits(used):
-        note = f", which is {used} in f32" if fits(float(value)) else ""
-        raise ValueError(f"`{name}` must {range_}, but {value!r} was given{note}.")
-
-
-# --- clipping -------------------------------------------------------------------------
+        if not is_tracer(value) and not fits(used := float(np.float32(value))):
+            note = f", which is {used} in f32" if fits(float(value)) else ""
+            raise ValueError(f"`{name}` must {range_}, but {value!r} was given{note}.")
 
 
 class Clip(NamedTuple):

@@ -116,7 +116,6 @@ class Packing:
 
     @property
     def codecs(self) -> list[MomentCodec]:
-        """The codec of each moment."""
         return [moment_codec(x, self.quantized, self.format) for x in self.moments]
 
     def master(self, dtype: DTypeLike) -> MasterCodec:
@@ -127,35 +126,33 @@ class Packing:
         return codec(self.correction)
 
     @property
-    def elements(self) -> tuple[np.dtype, ...]:
-        """The dtypes of the numbers per element: of each moment, then the correction."""
+    def dtypes(self) -> tuple[tuple[np.dtype, ...], tuple[np.dtype, ...]]:
+        """Those of the numbers per element, moments then correction, and per group."""
         codes = tuple(codec.code_dtype for codec in self.codecs)
-        return codes if self.correction is None else (*codes, self.correction)
-
-    @property
-    def scales(self) -> tuple[np.dtype, ...]:
-        """The dtypes of the numbers per group."""
-        return tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
+        scales = tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
+        return codes if self.correction is None else (*codes, self.correction), scales
 
     def zeros(self, param: PyTree, group_size: int) -> Packed:
         """Returns a state of zeros, sharded like the parameter."""
-        if all(dtype == F32 for dtype in self.elements):
+        elements, scales = self.dtypes
+        if all(dtype == F32 for dtype in elements):
             # Arrays of their own: plain JAX would need a second pass to write planes.
-            return Packed(tuple(zeros_alike(param, F32) for _ in self.elements), None)
-        planes = [
-            zeros_alike(param, word_of(dtypes), group=group, planes=count_words(dtypes))
-            for dtypes, group in ((self.elements, None), (self.scales, group_size))
-            if dtypes
-        ]
-        return Packed(planes[0], planes[1] if self.scales else None)
+            return Packed(tuple(zeros_alike(param, F32) for _ in elements), None)
+
+        def planes(dtypes: tuple[np.dtype, ...], group: int | None) -> PyTree:
+            word, count = words_of(dtypes)
+            return zeros_alike(param, word, group=group, planes=count)
+
+        codes = planes(elements, None)
+        return Packed(codes, planes(scales, group_size) if scales else None)
 
     def unpack(self, words: Packed) -> Unpacked:
         """Returns moments and correction, given a tuple with the words of each plane."""
-        numbers = join(words.codes, self.elements)
+        elements, scales = self.dtypes
+        numbers = join(words.codes, elements)
         moments = numbers[: len(self.moments)]
         if words.scales:
-            scales = join(words.scales, self.scales)
-            moments = tuple(map(Quantized, moments, scales))
+            moments = tuple(map(Quantized, moments, join(words.scales, scales)))
         return Unpacked(moments, None if self.correction is None else numbers[-1])
 
     def view(self, packed: Packed) -> Unpacked:
@@ -164,7 +161,7 @@ class Packing:
             return jax.eval_shape(self.view, packed)
         codes, scales = _planes(packed.codes), _planes(packed.scales)
         given = [len(codes), len(scales)]
-        expected = [count_words(dtypes) for dtypes in (self.elements, self.scales)]
+        expected = [words_of(dtypes)[1] for dtypes in self.dtypes]
         if given != expected:
             raise ValueError(
                 f"Expected {expected} planes of codes and of scales along the first axis, "
@@ -180,9 +177,6 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
         return x or ()
     x = jnp.asarray(x)
     return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
-
-
-# --- the step -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,9 +244,6 @@ class LeafStep:
         return moved, new
 
 
-# --- moments --------------------------------------------------------------------------
-
-
 def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
     """Returns a moment of a state, quantised or not, in f32."""
     if not isinstance(moment, Quantized):
@@ -276,9 +267,6 @@ def encode_moment(
     codec = moment_codec(name, quantized=True, format=format)
     new = codec.encode(grouped, Block())
     return Quantized(new[0].reshape(shape), new[1])
-
-
-# --- master weights -------------------------------------------------------------------
 
 
 def first_state(
@@ -339,21 +327,16 @@ def _put(
 # axes are sharded like those of a parameter.
 
 
-def word_of(dtypes: Sequence[np.dtype]) -> np.dtype:
-    """Returns the dtype of the words: the common dtype, or unsigned of the least width."""
-    if len(set(dtypes)) == 1:
-        return dtypes[0]
-    return _UNSIGNED[min((dtype.itemsize for dtype in dtypes), default=1)]
-
-
-def count_words(dtypes: Sequence[np.dtype]) -> int:
-    """Returns how many words numbers of these dtypes take together."""
-    return sum(dtype.itemsize for dtype in dtypes) // word_of(dtypes).itemsize
+def words_of(dtypes: Sequence[np.dtype]) -> tuple[np.dtype, int]:
+    """Returns the dtype of the words, common or unsigned of the least width; their number."""
+    sizes = [dtype.itemsize for dtype in dtypes]
+    word = dtypes[0] if len(set(dtypes)) == 1 else _UNSIGNED[min(sizes, default=1)]
+    return word, sum(sizes) // word.itemsize
 
 
 def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
     """Returns the words of arrays, one after the other, high words first."""
-    word = word_of([np.dtype(x.dtype) for x in arrays])
+    word, _ = words_of([np.dtype(x.dtype) for x in arrays])
     width, words = 8 * word.itemsize, []
     for x in arrays:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -369,7 +352,7 @@ def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
 
 def join(words: Sequence[Array], dtypes: Sequence[np.dtype]) -> tuple[Array, ...]:
     """Returns the arrays of these dtypes whose words `split` gave."""
-    rest, size = iter(words), word_of(dtypes).itemsize
+    rest, size = iter(words), words_of(dtypes)[0].itemsize
     return tuple(
         _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
         for dtype in dtypes

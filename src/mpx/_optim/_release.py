@@ -73,33 +73,29 @@ def release(
 ) -> Callable[..., Released]:
     """Differentiates a function and steps, without ever holding all gradients.
 
-    Parameters step inside the backward pass. For parameters that a `jax.lax.scan` consumes
-    layer by layer, the gradient of one layer exists at a time. The function need not be
-    changed, and the result is that of `jax.value_and_grad` and `optimizer.step`. Parameters
-    that are sharded over explicit axes of a mesh step all at once, after the scan.
+    Parameters step inside the backward pass, those that a `jax.lax.scan` consumes layer by
+    layer (if sharded over explicit axes of a mesh, after the scan). The result is that of
+    `jax.value_and_grad` and `optimizer.step`.
 
     Args:
         func: The loss: `func(params, *args, **kwargs)`, a scalar.
         optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
-            gradient is not finite, and the whole step if the loss is not. Layers with
-            finite gradients step all the same: by the time another gradient turns out
-            not to be finite, they have stepped. The step counts if anything stepped.
-            Without it, an inf or nan reaches the weights.
+            gradient is not finite, and the whole step if the loss is not. Others have
+            stepped by the time it is known. The step counts if anything stepped. Without
+            it, an inf or nan reaches the weights.
         with_norm: Whether to compute the norm of the gradients. It is known only after
             the step, so it can clip the next one.
 
     Returns:
         A function `step(params, state, *args, finite=None, grad_scale=1.0, **kwargs)`,
-        which returns a `Released`. If `finite` is false, nothing changes. The gradients
-        are multiplied by `grad_scale`. Put it under `jax.jit` with
-        `donate_argnums=(0, 1)`.
+        which returns a `Released`; for `finite` and `grad_scale` see
+        `FlashOptimizer.step`. Put it under `jax.jit` with `donate_argnums=(0, 1)`.
 
     Raises:
-        TypeError: If `optimizer` is not a compressed one: others need the whole gradient.
-            If `func` is under `fp8` with `DelayedScaling`. From the step: if `func` does
-            not return a loss.
+        TypeError: If `optimizer` is not a compressed one, `func` does not return a loss, or
+            it is under `fp8` with `DelayedScaling`.
 
     Examples:
         >>> from mpx.optim import flash_adamw
@@ -197,7 +193,6 @@ class _Watched(NamedTuple):
     squares: Ref | None = None
 
     def see_loss(self, value: Array) -> None:
-        """Records the loss, before any gradient is known."""
         if self.flags:
             loss, every, _ = self.flags
             loss[...] = every[...] = together(jnp.isfinite(value), loss[...])
@@ -220,7 +215,6 @@ class _Watched(NamedTuple):
         return finite
 
     def results(self) -> tuple[Array | None, Array | None, Array | None]:
-        """Returns whether all were finite, their norm, and whether the step counts."""
         norm = None if self.squares is None else jnp.sqrt(jax.freeze(self.squares))
         if not self.flags:
             return None, norm, None
@@ -284,7 +278,6 @@ class _ParamRefs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: PyTree) -> Array:
-    """Returns `x`, a parameter or a layer of it."""
     del site, origin, operands
     return x
 
@@ -295,9 +288,6 @@ def _backward(site: _ParamRefs, operands: PyTree, grad: Array) -> PyTree:
 
 
 _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
-
-
-# --- parameters that are read late ------------------------------------------------------
 
 
 class _Tap(eqx.Module):
@@ -311,7 +301,6 @@ class _Tap(eqx.Module):
     casts: tuple[DTypeLike, ...] = eqx.field(static=True, default=())
 
     def read(self) -> Array:
-        """Returns its value."""
         x = self.get(self.layer)
         return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
@@ -354,7 +343,6 @@ class _Taps(Visitor):
         return every_use(jaxpr, var, judge, once=True)
 
     def equation(self, op: Op) -> Outcome:
-        """Runs one equation."""
         eqn, values = op.eqn, op.values
         unknown = [None] * len(eqn.outvars)
         if not any(isinstance(x, _Tap) for x in values):

@@ -147,10 +147,7 @@ def make_state(
 
 
 def leaves_of(flat: FlatParams, state: FlashState) -> list[Leaf]:
-    """Returns each parameter with its state.
-
-    Raises if dtypes of parameters or corrections are not those that the layout names.
-    """
+    """Returns each parameter with its state; raises if dtypes are not those of the layout."""
     found = flat.like(state.packed, "The optimizer state")
     stored = map(PackedLeaf, flat.leaves, found)
     packings = (Packing.read(x, state.moments, state.format) for x in found)
@@ -204,9 +201,6 @@ def _name_of(state: FlashState) -> str | None:
     return next(iter(state.layout), None) if isinstance(state.layout, dict) else None
 
 
-# --- checks ---------------------------------------------------------------------------
-
-
 def check_state(state: object, rule: Rule, compression: Compression) -> None:
     """Raises if a state is none, or that of another optimizer."""
     if not isinstance(state, FlashState):
@@ -216,19 +210,14 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
             "one of the members."
         )
     kind, *_ = (_name_of(state) or rule.kind).split("-")
-    made, needed = (
-        f"of the kind {kind!r}, in the format {format!r}, with "
-        + (" and ".join(moments) or "no moments")
-        for kind, format, moments in (
-            (kind, state.format, state.moments),
-            (rule.kind, compression.format, rule.moments),
-        )
-    )
+    made = kind, state.format, " and ".join(state.moments) or "no moments"
+    needed = rule.kind, compression.format, " and ".join(rule.moments) or "no moments"
     if made != needed:
+        text = "of the kind {!r}, in the format {!r}, with {}"
         raise ValueError(
-            f"The state is that of another optimizer: {made}, but this one is {needed}. "
-            "Make the state with its own `init(params)`; the format is an option of "
-            "`Compression`."
+            f"The state is that of another optimizer: {text.format(*made)}, but this one "
+            f"is {text.format(*needed)}. Make the state with its own `init(params)`; the "
+            "format is an option of `Compression`."
         )
 
 
@@ -251,22 +240,19 @@ def check_packed(leaf: Leaf) -> int:
     if packed is None or isinstance(packed, optax.MaskedNode):
         raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
     size = 0
-    if packing.scales:
+    if packing.quantized:
         groups, last = ((shape_of(x) or (0,))[-1] for x in (packed.scales, param))
         # A scale for each element would look like the codes.
         size = last // groups if 1 <= groups < last and last % groups == 0 else 2
-    given = shape if shape or not packing.scales else (0,)
+    given = shape if shape or not packing.quantized else (0,)
     expected = packing.zeros(jax.ShapeDtypeStruct(given, dtype), size)
 
-    def types(packed: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}", packed
-        )
-
-    if types(expected) != types(packed):
+    text = lambda x: f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}"  # noqa: E731
+    needed, came = (jax.tree.map(text, x) for x in (expected, packed))
+    if needed != came:
         raise ValueError(
-            f"The state of `{name}` must be {types(expected)} for a parameter of shape "
-            f"{shape}, but it is {types(packed)}. {_INIT_AGAIN}"
+            f"The state of `{name}` must be {needed} for a parameter of shape {shape}, but "
+            f"it is {came}. {_INIT_AGAIN}"
         )
     return size
 
@@ -306,11 +292,9 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
 def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Puts f32 weights into parameters and state, for example to start from f32 weights.
 
-    Leaves that are not parameters, such as integers and functions, come from `master`, in
-    the dtype that they have in `params`, or from `params` where `master` has `None`.
-
     Args:
-        master: The weights: a tree like `params`.
+        master: The weights: a tree like `params`. Leaves that are not parameters come from
+            here, in the dtype that they have in `params`, unless they are `None`.
         params: Parameters whose dtypes are kept.
         state: The state made by `init(params)`, or an optax state that holds it; its
             moments and count are kept.
@@ -319,7 +303,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         Parameters and state that hold `master`, as exactly as their format can.
 
     Raises:
-        ValueError: If weights, parameters and state do not fit; the leaf is named.
+        ValueError: If weights, parameters and state do not fit.
 
     Examples:
         >>> from mpx.optim import flash_adamw

@@ -65,10 +65,8 @@ class Dither(NamedTuple):
 
     Rounded to nearest, a number that moves by less than half a code per step would never
     move. The multiples of an irrational number modulo 1 are spread evenly over any range
-    of steps, so each number is rounded up as often as it should be. All numbers of a step
-    share them, so kernels need not generate any. Moments and weights have two numbers that
-    are independent of 1 over the integers: with one, the two roundings of a step would be
-    correlated, and a weight could move twice as fast as it should, or not at all.
+    of steps, so each number is rounded up as often as it should be. With the same one for
+    moments and weights, a weight could move twice as fast as it should, or not at all.
 
     That of moments, by the golden ratio, is between ±(1/2 - 2⁻¹²): an integer with f32
     rounding errors stays that integer. That of masters, by √½, is from [0, 1), a multiple
@@ -141,20 +139,14 @@ class Block:
         return self.sqrt(self.peak(x))
 
     def sqrt(self, x: Array) -> Array:
-        """Returns the square root."""
         return jnp.sqrt(x)
 
     def reciprocal(self, x: Array) -> Array:
-        """Returns 1 / x."""
         return 1.0 / x
 
     def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
         """Returns x · y + z, in a kernel rounded once."""
         return jnp.add(jnp.multiply(x, y), z)
-
-    def sign(self, x: Array) -> Array:
-        """Returns -1, 0 or 1; nan of nan."""
-        return jnp.sign(x)
 
     def rounded(self, x: Array, dtype: np.dtype) -> Array:
         """Rounds f32 numbers to those that `dtype` has; the result is f32."""

@@ -165,10 +165,8 @@ def _run(
         expected, given = _expected(optimizer, params), jax.tree.structure(state)
         if expected == given:
             raise
-        needed, came = (
-            text if len(text) <= 200 else f"{text[:200]}…"
-            for text in (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
-        )
+        texts = (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
+        needed, came = (x if len(x) <= 200 else f"{x[:200]}…" for x in texts)
         raise ValueError(
             "`optimizer_state` does not fit the optimizer and the parameters that have "
             f"gradients: it should be {needed}, but {came} was given. Make it with "
@@ -201,7 +199,6 @@ def _is_integer(leaf: PyTree) -> bool:
 
 
 def _expected(optimizer: PyTree, params: PyTree) -> PyTree:
-    """Returns the structure of the state for these parameters."""
     return jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params))
 
 
@@ -392,23 +389,22 @@ def check_extra_args(
 
     Most optax transformations accept anything and ignore what they do not know.
     """
-    known = (*OPTAX_ARGS, "grad_scale")
-    for name in extra:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if name == "finite":
-            hint = "Pass it as `grads_finite`."
-        elif name == "grad_scale":
-            if is_compressed or _holds(state, "mpx_is_compressed"):
-                continue
-            hint = (
-                "Only the compressed optimizers such as `mpx.optim.flash_adamw` take it. "
-                "Multiply the gradients, or let `mpx.value_and_grad` unscale them."
-            )
-        elif name in known or not (close or is_compressed):
-            continue
-        else:
+    known = {*OPTAX_ARGS}
+    if "grad_scale" in extra and (is_compressed or _holds(state, "mpx_is_compressed")):
+        known.add("grad_scale")
+    hints = {
+        "finite": "Pass it as `grads_finite`.",
+        "grad_scale": "Only the compressed optimizers such as `mpx.optim.flash_adamw` take "
+        "it. Multiply the gradients, or let `mpx.value_and_grad` unscale them.",
+    }
+    for name in [name for name in extra if name not in known]:
+        close = difflib.get_close_matches(name, (*OPTAX_ARGS, "grad_scale"), cutoff=0.8)
+        if close or is_compressed or name in hints:
             hint = f"Did you mean `{close[0]}`?" if close else "It takes `grad_scale`."
-        raise TypeError(f"The optimizer does not take the argument `{name}`. {hint}")
+            hint = hints.get(name, hint)
+            raise TypeError(
+                f"The optimizer does not take the argument `{name}`. {hint}"
+            )
 
 
 def _holds(state: PyTree, mark: str) -> bool:

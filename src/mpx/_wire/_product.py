@@ -79,7 +79,6 @@ class Product:
     multiply: Multiply
 
     def run(self, *operands: PyTree) -> PyTree:
-        """Returns the product in the compute dtype."""
         return self._low(self.call, operands, self.compute)
 
     def transposed(
@@ -148,13 +147,12 @@ def plain_multiply(eqn: Equation, args: Values, dtype: np.dtype) -> Values:
     if np.dtype(dtype).itemsize <= args[0].dtype.itemsize:
         return bind(eqn, args, preferred_element_type=dtype)
 
-    def on_cpu(*args: PyTree) -> Values:
-        # XLA has no such matmul on CPUs for all shapes. The products are the same.
-        wide = [convert_dtype(x, dtype) for x in args[:2]]
-        return bind(eqn, [*wide, *args[2:]], preferred_element_type=dtype)
-
     def elsewhere(*args: PyTree) -> Values:
         return bind(eqn, args, preferred_element_type=dtype)
+
+    def on_cpu(*args: PyTree) -> Values:
+        # XLA has no such matmul on CPUs for all shapes. The products are the same.
+        return elsewhere(*(convert_dtype(x, dtype) for x in args[:2]), *args[2:])
 
     return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
 
@@ -206,9 +204,6 @@ def _parts(
         for side, x in enumerate(tangents[:2])
         if type(x) is not zero
     ]
-
-
-# --- The primitive: a product, linear in one operand ----------------------------------
 
 
 @functools.cache
@@ -318,7 +313,6 @@ class _Masters(Visitor):
         return fact and kind in ("operand", "slice")
 
     def equation(self, op: Op) -> Outcome:
-        """Runs one equation."""
         eqn, name = op.eqn, op.eqn.primitive.name
         is_param = bool(op.facts) and op.facts[0]
         if name == "convert_element_type" and is_param:
