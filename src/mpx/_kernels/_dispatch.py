@@ -24,14 +24,13 @@ from mpx._jax._sharding import (
     uncut,
     whole_groups,
 )
-from mpx._quant._codecs import Block
+from mpx._quant._codecs import Block, FlatBlock
 
 Backend = Literal["auto", "jax"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
 _BLOCK = 512  # elements that a program of the kernel steps, and the largest group
 _BATCH, _BATCH_SIZE = 8, 2**23  # leaves of a launch; larger ones have one of their own
-
 # From this size on the maxima are found in a pass of their own: otherwise XLA computes most
 # of the step inside the reduction, at a third of the speed
 # (benchmarks/optim.py, jax 0.11.2, H200).
@@ -41,10 +40,9 @@ _NEIGHBOURS = 8
 
 @runtime_checkable
 class Body(Protocol):
-    """One step of a block; hashable, and equal ones compile once.
+    """One step of a block, of which `group_size` elements share a scale, if it is not 0.
 
-    Attributes:
-        group_size: Elements of the last axis that share a scale; 0 if there is none.
+    It is hashable, and equal ones compile once.
     """
 
     @property
@@ -58,14 +56,12 @@ class Body(Protocol):
 class Job(NamedTuple):
     """One step of one parameter."""
 
-    name: str  # The path of the parameter
-    body: Body  # The step
-    scalars: Array  # The f32 numbers that `body` needs
-    grad: PyTree  # The gradient; `None` while it is not known
-    leaf: PyTree  # The parameter and its state: any pytree with an attribute `param`
-    # If the gradient is that of one layer of the leaf, along its first axis: the index of
-    # this layer, int32; the others stay as they are
-    layer: Array | None = None
+    name: str  # the path of the parameter
+    body: Body  # the step
+    scalars: Array  # the f32 numbers that `body` needs
+    grad: PyTree  # `None` while it is not known
+    leaf: PyTree  # the parameter and its state: any pytree with an attribute `param`
+    layer: Array | None = None  # int32, if only this one steps, along the first axis
 
     @property
     def size(self) -> int:
@@ -305,17 +301,9 @@ def _rule(
 
 
 def run_plain(
-    body: Body,
-    scalars: Array,
-    grad: Array,
-    leaf: PyTree,
-    *,
-    finite: Array | None,
+    body: Body, scalars: Array, grad: Array, leaf: PyTree, *, finite: Array | None
 ) -> PyTree:
-    """Runs a step on whole arrays, grouped along their last axis.
-
-    Arrays with an axis more than the parameter are passed to `body` as tuples of planes.
-    """
+    """Runs a step on whole arrays, of which those with one more axis become planes."""
     shape, group_size = leaf.param.shape, body.group_size
     cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
 
@@ -362,8 +350,7 @@ def _like(old: Array, new: PyTree) -> Array:
 class _FirstPass(Block):
     """Finds the maxima; all other results are discarded.
 
-    In a reduction over 32 neighbours XLA's GPU threads spend their time exchanging numbers.
-    If each thread first takes the maximum of a few, there is less to exchange.
+    Each thread of a GPU first takes the maximum of a few: there is less to exchange.
     """
 
     def __init__(self) -> None:
@@ -388,21 +375,12 @@ class _SecondPass(Block):
         return next(self._peaks)
 
 
-class _CutBlock(Block):
-    """A whole array whose shards may end within a group. It keeps its shape.
+class _CutBlock(FlatBlock):
+    """A whole array whose shards may end within a group.
 
-    Results are then computed element by element and sharded like the inputs; only the
-    moments are gathered, to take the maxima of the groups.
+    Results are computed element by element and sharded like the inputs; only the moments
+    are gathered, to take the maxima of the groups.
     """
 
-    def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
-
     def peak(self, x: Array) -> Array:
-        x = whole_groups(x, self._group_size)
-        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
-
-    def spread(self, per_group: Array) -> Array:
-        *rows, groups = per_group.shape
-        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
-        return each.reshape(*rows, groups * self._group_size)
+        return super().peak(whole_groups(x, self._group_size))

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import check_choice
 from mpx._jax._compat import undifferentiable
-from mpx._jax._tree import as_flag, check_shape, dtype_of
+from mpx._jax._tree import as_flag, dtype_of
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._options import (
     F32,
@@ -50,7 +50,7 @@ from mpx._optim._state import (
 )
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
 from mpx._quant._codecs import dither_of
-from mpx._updates._update import transforms_after
+from mpx._updates._update import check_grad, transforms_after
 
 _DEFAULT = Compression()
 
@@ -220,8 +220,8 @@ class Core:
         for index, grad in enumerate(flat.like(grads, "The gradients")):
             has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
             if has_grad and (job := step.job(index)) is not None:
-                _check_grad(job, grad)
-                jobs[index] = job._replace(grad=grad)
+                check_grad(job.name, job.leaf.param, grad)
+                jobs[index] = job._replace(grad=jnp.asarray(grad))
         if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
             raise ValueError(
                 "None of the parameters has a gradient, so the step would move nothing, "
@@ -315,16 +315,6 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
     }
     safe = _constant(coded)
     return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
-
-
-def _check_grad(job: _kernels.Job, grad: PyTree) -> None:
-    check_shape(f"The gradient of `{job.name}`", grad, job.leaf.param)
-    dtype = dtype_of(grad)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"The gradient of `{job.name}` is {dtype or type(grad).__name__}, but a "
-            "floating array was expected. Pass `None` for parameters that must not change."
-        )
 
 
 def _difference(new: PyTree, old: PyTree) -> Array:

@@ -43,8 +43,7 @@ Hyper = float | Array | Callable[[Array], ArrayLike]
 """A number, an array, or a schedule: a function of the step count."""
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 """Which parameters decay: a tree of booleans, or a function of the parameters."""
-TreeDef = Any
-"""`jax.tree_util.PyTreeDef`, which type checkers take for a variable."""
+TreeDef = Any  # `jax.tree_util.PyTreeDef`, which type checkers take for a variable
 F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 
@@ -55,8 +54,8 @@ PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 class FlatParams(NamedTuple):
     """A tree of parameters, flattened; `None` counts as a leaf.
 
-    `bare` is the structure without NNX variables, which is that of the state: one variable
-    would hold both codes and scales, which NNX would separate.
+    `bare`, the structure of the state, has no NNX variables: NNX would separate codes and
+    scales.
     """
 
     names: Sequence[str]
@@ -143,8 +142,7 @@ def _is_inexact(leaf: object) -> bool:
 def decays(mask: Mask, flat: FlatParams) -> list[bool]:
     """Returns for each parameter whether it decays; all do if `mask` is `None`.
 
-    A boolean may stand for a whole part of the tree, and so may `None`: what a filter left
-    out does not decay.
+    A boolean may stand for a part of the tree, and `None` for one that does not decay.
     """
     if mask is None:
         return [True] * len(flat.leaves)

@@ -181,10 +181,7 @@ def _planes(x: PyTree) -> tuple[PyTree, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LeafStep:
-    """The step of a leaf: unpack, decode, update in f32, encode, pack.
-
-    `group_size` elements share a scale; it is 0 if no moment is quantised.
-    """
+    """The step of a leaf: unpack, decode, update in f32, encode, pack."""
 
     rule: Rule
     packing: Packing

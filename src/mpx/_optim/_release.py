@@ -38,8 +38,7 @@ from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visito
 from mpx._program._queries import REMAT, Equation, Verdict, contains, every_use
 from mpx._updates._update import together
 
-Ref = Any
-"""A reference of `jax.new_ref`."""
+Ref = Any  # of `jax.new_ref`
 
 
 class Released(NamedTuple):

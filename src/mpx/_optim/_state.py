@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -23,7 +23,7 @@ from mpx._optim._options import (
     StateFormat,
     flatten_params,
 )
-from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, Unpacked, put_master
+from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, put_master
 from mpx._optim._update_rules import Rule
 from mpx._quant._codecs import Block
 
@@ -62,27 +62,26 @@ class FlashState(eqx.Module):
     @property
     def mu(self) -> PyTree:
         """First moments: `Quantized` (int8 codes) or f32; `None` if the rule has none."""
-        return self._moment("mu")
+        return self._view("mu")
 
     @property
     def nu(self) -> PyTree:
         """Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none."""
-        return self._moment("nu")
+        return self._view("nu")
 
     @property
     def correction(self) -> PyTree:
         """The bits that 16-bit parameters lack, int8 or int16; `None` for others."""
-        return self._view(lambda leaf: leaf.correction)
+        return self._view("correction")
 
-    def _moment(self, name: str) -> PyTree:
-        if name not in self.moments:
+    def _view(self, name: str) -> PyTree:
+        names = (*self.moments, "correction")
+        if name not in names:
             return None
-        return self._view(lambda leaf: leaf.moments[self.moments.index(name)])
 
-    def _view(self, part: Callable[[Unpacked], PyTree]) -> PyTree:
         def read(packed: Packed) -> PyTree:
-            packing = Packing.read(packed, self.moments, self.format)
-            return part(packing.view(packed))
+            leaf = Packing.read(packed, self.moments, self.format).view(packed)
+            return (*leaf.moments, leaf.correction)[names.index(name)]
 
         for _ in shape_of(self.count):  # states that `vmap` made have axes before
             read = jax.vmap(read)

@@ -162,6 +162,21 @@ class Block:
         return jnp.where(jnp.abs(x) < np.float32(2.0**-14), multiple, rounded)
 
 
+class FlatBlock(Block):
+    """A block that keeps its shape: groups are next to each other along its last axis."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
+    def peak(self, x: Array) -> Array:
+        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
+
+    def spread(self, per_group: Array) -> Array:
+        *rows, groups = per_group.shape
+        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
+        return each.reshape(*rows, groups * self._group_size)
+
+
 # --- Moments ---------------------------------------------------------------------------
 # Numbers to encode are below 2¹²⁵. `rounding` is `Dither.moments`, which also rounds bf16
 # scales and which the formats of FlashOptim ignore.

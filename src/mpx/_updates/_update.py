@@ -217,20 +217,20 @@ def _check_grads(model: PyTree, grads: PyTree) -> None:
     """Raises if a gradient does not fit its parameter, or the trees differ."""
     params = _params_with_grads(model, grads)
     check_same_structure(params, grads, "`optimizer_update`")
+    map_with_name(check_grad, params, grads)
 
-    def check(name: str, param: PyTree, grad: PyTree) -> None:
-        complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
-        fits = is_floating(grad) or isinstance(grad, float)
-        if not fits and not (complex_param and is_inexact(grad)):
-            given = dtype_of(grad) or type(grad).__name__
-            raise TypeError(
-                f"The gradient of `{name}` is {given}, but the parameter is "
-                f"{dtype_of(param)} and needs a real floating gradient. Pass `None` "
-                "where a parameter has none."
-            )
-        check_shape(f"The gradient of `{name}`", grad, param)
 
-    map_with_name(check, params, grads)
+def check_grad(name: str, param: PyTree, grad: PyTree) -> None:
+    """Raises if a gradient does not fit its parameter."""
+    complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
+    fits = is_floating(grad) or isinstance(grad, float)
+    if not fits and not (complex_param and is_inexact(grad)):
+        given = dtype_of(grad) or type(grad).__name__
+        raise TypeError(
+            f"The gradient of `{name}` is {given}, but the parameter is {dtype_of(param)} "
+            "and needs a real floating gradient. Pass `None` where a parameter has none."
+        )
+    check_shape(f"The gradient of `{name}`", grad, param)
 
 
 def apply_updates(model: PyTree, updates: PyTree) -> PyTree:

@@ -64,18 +64,15 @@ _BROADCASTING = names("add sub mul div max min")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A product of two operands, and further arguments that are not differentiated.
+    """A product of two operands, and further arguments that are not differentiated."""
 
-    Attributes:
-        call: The product as a function of its operands, in f32. It holds one matmul.
-        compute: The dtype of the operands of the matmul, and of the result.
-        grads: The dtypes in which the gradients of the two operands leave their matmuls.
-        multiply: Runs the matmul.
-    """
-
-    call: Callable[..., PyTree]
-    compute: np.dtype
-    grads: tuple[np.dtype, np.dtype]
+    call: Callable[
+        ..., PyTree
+    ]  # the product of operands in f32, which holds one matmul
+    compute: np.dtype  # of the operands of the matmul, and of the result
+    grads: tuple[
+        np.dtype, np.dtype
+    ]  # in which those of the operands leave their matmuls
     multiply: Multiply
 
     def run(self, *operands: PyTree) -> PyTree:
@@ -84,10 +81,7 @@ class Product:
     def transposed(
         self, side: int, struct: PyTree, operands: PyTree, cotangent: PyTree
     ) -> PyTree:
-        """Returns the gradient with respect to one operand, in the operand's dtype.
-
-        Its place in `operands` is not read.
-        """
+        """Returns the gradient with respect to one operand, in its dtype; it is not read."""
         known = [x for i, x in enumerate(operands) if i != side]
 
         def call(*args: PyTree) -> PyTree:
@@ -111,9 +105,7 @@ class Product:
 
 
 def _wide(struct: Any) -> Any:
-    if not jnp.issubdtype(struct.dtype, jnp.floating):
-        return struct
-    return struct.update(dtype=F32, weak_type=False)
+    return struct.update(dtype=F32, weak_type=False) if _is_floating(struct) else struct
 
 
 def _is_floating(x: PyTree) -> bool:
