@@ -140,14 +140,7 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, MasterWeightsState]:
         """Makes 16-bit parameters, and a state whose masters are the f32 weights.
 
-        For the arguments see `FlashOptimizer.init_from`.
-
-        Examples:
-            >>> import optax
-            >>> optimizer = master_weights(optax.adam(1e-3))
-            >>> params, state = optimizer.init_from({"w": jnp.full(2, 0.1)})
-            >>> params["w"].dtype, float(state.master["w"][0])
-            (dtype(bfloat16), 0.10000000149011612)
+        For the arguments see `FlashOptimizer.init_from`, for an example `master_weights`.
         """
         state: PyTree = self.init(params)
         return cast_params(params, dtype, keep), state

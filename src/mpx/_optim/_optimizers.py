@@ -303,11 +303,7 @@ _constant = undifferentiable(
 
 
 def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
-    """Returns steps that raise if they are differentiated, unless all is in f32.
-
-    JAX treats the integers of codes and corrections as constants: derivatives would be
-    zero, or those of a part of the formulas.
-    """
+    """Returns steps that raise if they are differentiated, unless all is in f32."""
     coded = {
         index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
         for index, job in jobs.items()

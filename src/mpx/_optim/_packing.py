@@ -191,11 +191,7 @@ class LeafStep:
     def __call__(
         self, scalars: Scalars, grad: Array, leaf: PackedLeaf, block: Block
     ) -> PackedLeaf:
-        """Steps a block, in which each array is a tuple of planes.
-
-        `scalars` are the factor of the gradient, the two numbers of a `Dither`, and the
-        coefficients of the rule.
-        """
+        """Steps a block, in which each array is a tuple of planes."""
         grad_scale, for_moments, for_masters, *coefficients = scalars
         if not self.dithers:
             for_moments = for_masters = None
@@ -223,9 +219,8 @@ class LeafStep:
     ) -> tuple[Array, Moments]:
         """Returns weights and moments after a step, the old ones where it would overflow.
 
-        The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
-        its weight would never move again. To skip the whole step, a kernel would have to
-        read all gradients twice.
+        An infinite second moment would stay, and its weight would never move again. To skip
+        the whole step, a kernel would have to read all gradients twice.
         """
         _, _, weight, _ = given
         new = self.rule.average(given, moments)
@@ -269,11 +264,7 @@ def encode_moment(
 def first_state(
     name: str, param: PyTree, moments: tuple[str, ...], compression: Compression
 ) -> Packed:
-    """Returns the state of a parameter before the first step.
-
-    With `Compression.jitter`, each master weight lies at a pseudo-random place in its
-    rounding interval, which depends on the path of the parameter.
-    """
+    """Returns the state of a parameter before the first step."""
     correction = compression.correction_dtype(param)
     quantized = compression.quantizes(param)
     packing = Packing(moments, compression.format, quantized, correction)

@@ -290,10 +290,7 @@ _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 
 
 class _Tap(eqx.Module):
-    """A parameter, or one layer of it, that has not been read yet, and casts of it.
-
-    `get` takes the index of the layer, or `None`; it is called once for each.
-    """
+    """A parameter, or one layer of it, that has not been read yet, and casts of it."""
 
     get: Callable[[Array | None], Array] = eqx.field(static=True)
     layer: Array | None = None

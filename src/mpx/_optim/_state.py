@@ -131,14 +131,10 @@ def make_state(
     leaves: Sequence[PackedLeaf],
     treedef: PyTree,
 ) -> FlashState:
-    """Returns a state without any step, given each parameter with what is packed.
-
-    Without parameters, as for the placeholder of `optax.tree_map_params`, the layout has
-    no name.
-    """
+    """Returns a state without any step, given each parameter with what is packed."""
     params = [x.param for x in leaves]
     layout: PyTree = zero_beside(params, jnp.int8)
-    if params:
+    if params:  # the placeholder of `optax.tree_map_params` has none
         named = [Leaf("", x, Packing.read(x.packed, moments, format)) for x in leaves]
         layout = {_layout_name(kind, format, named): layout}
     packed = treedef.unflatten(x.packed for x in leaves)
@@ -221,11 +217,7 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
 
 
 def check_packed(leaf: Leaf) -> int:
-    """Returns the group size of a parameter, 0 without groups; raises if its state does not fit.
-
-    What is stored is read off the state: one that was restored may have been made with
-    other options.
-    """
+    """Returns the group size of a parameter, 0 without groups; raises if its state does not fit."""
     name, (param, packed), packing = leaf
     dtype, shape = dtype_of(param), shape_of(param)
     if packing.correction is not None and dtype not in PARAM_DTYPES[1:]:

@@ -106,10 +106,7 @@ def _mix(x: Array) -> Array:
 
 
 def _element_index(shape: tuple[int, ...]) -> Array:
-    """Numbers the elements of an array, modulo 2³².
-
-    It is a sum over axes, which is sharded like any array; a reshaped range is not.
-    """
+    """Numbers the elements of an array, modulo 2³²; unlike a range, it can be sharded."""
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -413,9 +410,8 @@ MasterCodec = RoundedMaster | BitDelta | UlpFraction
 def place(codec: BitDelta | UlpFraction, param: Array, random: Array) -> Array:
     """Returns corrections for weights anywhere in the rounding intervals of parameters.
 
-    `random` has 32 bits for each. In the middle of the interval, small steps would change
-    no parameter for a long time, then all at once. If weights are spread over it, the mean
-    of the parameters moves as that of the weights does, from the first step on.
+    From the middle, small steps would change no parameter for a long time, then all at
+    once. `random` has 32 bits for each.
     """
     info, width = np.iinfo(codec.dtype), 8 * codec.dtype.itemsize
     code = (random >> np.uint32(32 - width)).astype(jnp.int32) + info.min

@@ -267,10 +267,7 @@ def _skip(
 
 
 def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
-    """Returns whether every number that was finite still is, in its old dtype.
-
-    States may hold others on purpose: the best loss so far starts as infinity.
-    """
+    """Returns whether every number that was finite still is, in its old dtype."""
     check_same_structure(after, before, "An update")
 
     def of_finite(old: PyTree, new: PyTree) -> PyTree:
@@ -298,10 +295,7 @@ def together(
 
 
 def _with_array_counters(before: PyTree, after: PyTree) -> PyTree:
-    """Converts the Python numbers that a step changes to arrays, which can be selected.
-
-    The `step` of a new Flax `TrainState` is such a number.
-    """
+    """Converts Python numbers that change, as a `TrainState`'s step, to arrays to select."""
     check_same_structure(after, before, "An update")
     numbers = int | float | complex
 
@@ -440,9 +434,8 @@ def warn_of_lost_updates(params: PyTree, grads: PyTree, state: PyTree) -> None:
 def transforms_after() -> list[str]:
     """Returns the names of the transformations that a chain applies after the caller.
 
-    Optax does not tell a transformation its place. But a chain calls its members in a
-    loop, and that loop is on the stack while one of them is called or traced, at any
-    depth: `chain(masked(optimizer), scale(0.5))`. The variables of the `update_fn` of
+    Optax does not tell a transformation its place. But the loop of a chain is on the stack
+    while a member is called or traced, at any depth: the variables of the `update_fn` of
     `optax.chain` and `optax.named_chain` hold the members, and the states of those that
     are done. If optax writes its loops differently, nothing is found or refused.
     """
