@@ -411,8 +411,8 @@ BREAKS = [
     Break(
         "master_params returns the rounded ones",
         "_optim",
-        "codec.decode(jnp.asarray(leaf.param), correction, Block())",
-        "jnp.asarray(leaf.param).astype(jnp.float32)",
+        "codec.decode(jnp.asarray(param), correction, Block())",
+        "jnp.asarray(param).astype(jnp.float32)",
         "flash",
         "master_weights_go_in",
     ),

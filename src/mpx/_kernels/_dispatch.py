@@ -98,7 +98,8 @@ def run(
             indices = all_indices[start : start + _BATCH]
             rows = [(jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices]
             job, step = jobs[indices[0]], _launch if in_kernel[indices[0]] else _plain
-            batch = _Batch(*map(list, zip(*rows, strict=True)), finite, job.layer)
+            scalars, grads, leaves = map(list, zip(*rows, strict=True))
+            batch = _Batch(scalars, grads, leaves, finite, job.layer)
             for index, leaf in zip(indices, step(batch, body=job.body), strict=True):
                 new[index] = leaf
     return new

@@ -72,8 +72,8 @@ def skip_nonfinite(
     optimizer = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> SkipNonfiniteState:
-        counts = (jnp.zeros((), jnp.int32) for _ in range(2))
-        return SkipNonfiniteState(optimizer.init(params), *counts, jnp.array(True))
+        zero, inner = jnp.zeros((), jnp.int32), optimizer.init(params)
+        return SkipNonfiniteState(inner, zero, zero + 0, jnp.array(True))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object

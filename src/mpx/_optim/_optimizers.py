@@ -459,10 +459,13 @@ def flash_sgd(
 ) -> FlashOptimizer:
     """Gradient descent with an 8-bit momentum and compressed master weights.
 
-    The rule is that of `optax.sgd`. Weight decay, if any, is added to the gradient.
-    `momentum` is the decay of the momentum; `None` keeps none, and no memory for it.
-    `nesterov` looks one step ahead. `dampening` is the share of each gradient that the
-    momentum leaves out. For the other arguments see `flash_adamw`.
+    The rule is that of `optax.sgd`. Weight decay, if any, is added to the gradient. For the
+    other arguments see `flash_adamw`.
+
+    Args:
+        momentum: Decay of the momentum; `None` keeps none, and no memory for it.
+        nesterov: Whether to look one step ahead.
+        dampening: The share of each gradient that the momentum leaves out.
 
     Examples:
         >>> optimizer = flash_sgd(0.5)
