@@ -155,8 +155,7 @@ class _View:
     """A leaf as blocks: `(blocks, elements)`, or flat if the last block is not full."""
 
     def __init__(self, size: int, block: int, group_size: int) -> None:
-        self.blocks = -(-size // block)
-        self._full = size % block == 0
+        self.blocks, self._full = -(-size // block), size % block == 0
         self._counts = {False: size, True: size // (group_size or 1)}
         self._widths = {False: block, True: block // (group_size or 1)}
 

@@ -328,7 +328,6 @@ def _difference(new: PyTree, old: PyTree) -> Array:
 
 
 def core_of(optimizer: FlashOptimizer) -> Core:
-    """Returns the engine of an optimizer."""
     init: Any = optimizer.init  # a method of the core, which optax's tuple cannot hold
     return init.__self__
 
@@ -459,13 +458,18 @@ def flash_sgd(
 ) -> FlashOptimizer:
     """Gradient descent with an 8-bit momentum and compressed master weights.
 
-    The rule is that of `optax.sgd`. Weight decay, if any, is added to the gradient. For the
-    other arguments see `flash_adamw`.
+    The rule is that of `optax.sgd`. Weight decay, if any, is added to the gradient.
 
     Args:
+        learning_rate: A number, or a schedule: a function of the step count.
         momentum: Decay of the momentum; `None` keeps none, and no memory for it.
         nesterov: Whether to look one step ahead.
         dampening: The share of each gradient that the momentum leaves out.
+        weight_decay: A number or a schedule.
+        mask: For this and the next arguments see `flash_adamw`.
+        groups: Options by parameter path.
+        compression: How the state is stored.
+        backend: Where steps run.
 
     Examples:
         >>> optimizer = flash_sgd(0.5)

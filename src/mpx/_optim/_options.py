@@ -48,9 +48,6 @@ F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
 
 
-# --- parameters -----------------------------------------------------------------------
-
-
 class FlatParams(NamedTuple):
     """A tree of parameters, flattened; `None` counts as a leaf.
 

@@ -238,9 +238,9 @@ class _ParamRefs:
         finite: Array | None,
         watched: _Watched,
     ) -> None:
-        self._job = job._replace(leaf=None)
+        self._job, self._stepped = job._replace(leaf=None), False
         self._backend: _kernels.Backend = backend
-        self._finite, self._watched, self._stepped = finite, watched, False
+        self._finite, self._watched = finite, watched
         self.is_explicit = has_explicit_axes(jax.typeof(job.leaf.param).sharding.mesh)
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
@@ -318,10 +318,7 @@ class _Taps(Visitor):
         return self.run(jaxpr, consts, args, [None] * len(args), ())[0]
 
     def can_wait(self, jaxpr: Jaxpr, var: Any) -> bool:
-        """Returns whether a parameter is used once, by an equation that can read it itself.
-
-        The gradient of others is a sum over all uses, known after the last of them.
-        """
+        """Returns whether a parameter is used once, by an equation that can read it itself."""
 
         def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
             name = eqn.primitive.name

@@ -248,9 +248,6 @@ def check_packed(leaf: Leaf) -> int:
     return size
 
 
-# --- master weights -------------------------------------------------------------------
-
-
 def master_params(params: PyTree, state: PyTree) -> PyTree:
     """Returns the f32 weights behind 16-bit parameters, and other leaves as they are.
 
