@@ -68,6 +68,6 @@ def delayed_scaling_has_a_state(params: Params, x: jax.Array) -> None:
 def updates_take_the_flag_first(params: Params) -> None:
     step: Callable[..., Params] = mpx.cond_update(update)
     assert_type(mpx.cond_update(update)(True, params, params), Params)
-    assert_type(mpx.cond_update(skip="cond")(update)(True, params, params), Params)
+    assert_type(mpx.cond_update()(update)(True, params, params), Params)
     mpx.cond_update(update)(params, params)  # pyright: ignore[reportCallIssue, reportArgumentType]
     del step

@@ -197,7 +197,7 @@ class Step:
             diff, scales = jax.tree.map(local, (diff, scales))
         wide, loss_of, programs = call.widened(diff), scaled_loss, []
         if call.low is not None:
-            from mpx._wire._masters import with_masters
+            from mpx._wire._product import with_masters
 
             is_mapped, look = self.axis_name is not None, programs.append
             loss_of = functools.partial(
