@@ -6,10 +6,10 @@ The latter are thin layers with the paper's arguments and tuples. New code shoul
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, overload
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
 from mpx._casting._context import has_scales, hide_signature
 from mpx._casting._policy import Policy
@@ -64,10 +64,9 @@ def value_and_grad(
     """Returns a function that computes loss and gradients in mixed precision.
 
     The returned function takes the loss scaling first and then the arguments of `func`;
-    it returns a `GradResult`. Because the scaling is an argument, the transformed
-    function can be made once and jitted. It casts the arguments to the compute dtype,
-    multiplies the loss by the scale in f32, differentiates, averages over devices,
-    divides by the scale that was used, and checks that the result is finite.
+    it returns a `GradResult`. It casts the arguments to the compute dtype, multiplies the
+    loss by the scale in f32, differentiates, averages over devices, divides by the scale
+    that was used, and checks that the result is finite.
 
     Floating arrays inside the differentiated arguments get a gradient, everything else
     (integers, keys, functions, strings) `None`. NNX modules are updated in place as by
@@ -101,10 +100,9 @@ def value_and_grad(
             contradicts `amp`, or if f16 is used with `NoLossScaling`.
 
     Warns:
-        RuntimeWarning: While tracing: of a policy under which all matmuls run in f32,
-            because the function closes over an f32 batch, for example; of a parameter
-            whose gradient a long loop adds up in 16 bits; and of a dynamic scaling that
-            is a constant of the jitted function.
+        RuntimeWarning: While tracing: of a policy under which all matmuls run in f32; of
+            a parameter whose gradient a long loop adds up in 16 bits; and of a dynamic
+            scaling that is a constant of the jitted function.
 
     Examples:
         >>> import jax
@@ -157,31 +155,13 @@ def transformed(
 # --- The functions of the paper -------------------------------------------------------
 
 
-@overload
 def filter_grad(
-    func: Callable[Concatenate[Params, P], object],
-    scaling: LossScaling | None = None,
-    has_aux: Literal[False] = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[GradKeywords],
-) -> Callable[
-    Concatenate[Params, P], tuple[LossScaling | None, Bool[Array, ""], Params]
-]: ...
-@overload
-def filter_grad(
-    func: Callable[..., object] | None = None,
+    func: Callable[P, object],
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]: ...
-def filter_grad(
-    func: Callable[..., PyTree] | None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[..., PyTree]:
+) -> Callable[P, Any]:
     """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
 
     The returned function takes the arguments of `func` and returns the tuple
@@ -190,16 +170,15 @@ def filter_grad(
 
     The scaling is part of the transformation, as in the paper: call `filter_grad`
     inside the jitted step with the scaling that the step got as an argument. Outside
-    jit it would be compiled in as a constant; `value_and_grad` takes it at each call.
+    jit it would be compiled in as a constant.
 
     Args:
-        func: The loss function. Leave it out to use `filter_grad` as a decorator.
+        func: The loss function.
         scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast, scaled or checked:
             `grads_finite` is true and `scaling` comes back as it is.
-        **options: `policy`, `grad_dtype`, `axis_name`, `argnums` and `retry`, as in
-            `value_and_grad`.
+        **options: Options of `value_and_grad`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -210,46 +189,27 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
+    take = filter_value_and_grad(func, scaling, has_aux, use_mixed_precision, **options)
 
-    def answer(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
-        _, aux, grads, after, finite, _ = step.result(used)
-        found = (after if step.options.mixed else scaling, finite, grads)
-        return (*found, aux) if has_aux else found
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, ...]:
+        value, *found = take(*args, **kwargs)
+        return (*found, value[1]) if has_aux else tuple(found)
 
-    options_of_call = grad_options(has_aux, use_mixed_precision, **options)
-    return _with_scaling(func, scaling, options_of_call, answer)
+    return wrapper
 
 
-@overload
 def filter_value_and_grad(
-    func: Callable[Concatenate[Params, P], object],
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[GradKeywords],
-) -> Callable[
-    Concatenate[Params, P], tuple[Any, LossScaling | None, Bool[Array, ""], Params]
-]: ...
-@overload
-def filter_value_and_grad(
-    func: Callable[..., object] | None = None,
+    func: Callable[P, object],
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]: ...
-def filter_value_and_grad(
-    func: Callable[..., PyTree] | None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[..., PyTree]:
+) -> Callable[P, Any]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
-    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
-    unscaled and widened to f32; see `GradResult` for its precision.
+    is the loss that `func` returned, as in `GradResult`, or `(loss, aux)` if `has_aux`.
 
     Args:
         func: The loss function. This and the others are as in `filter_grad`.
@@ -318,7 +278,7 @@ def calculate_scaled_grad(
 
 
 def _with_scaling(
-    func: Callable[..., PyTree] | None,
+    func: Callable[..., PyTree],
     scaling: LossScaling | None,
     options: GradOptions,
     answer: Callable[[Step, LossScaling], PyTree],
@@ -326,8 +286,6 @@ def _with_scaling(
     """Returns a function of the arguments of `func` that answers by a step of it."""
     if scaling is not None:
         check_scaling(scaling)
-    if func is None:
-        return lambda func: _with_scaling(func, scaling, options, answer)
     check_function(func)
     if has_scales(func):
         raise TypeError(

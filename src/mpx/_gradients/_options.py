@@ -46,7 +46,8 @@ class WindowKeywords(ArgnumKeywords, total=False):
 class GradOptions:
     """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
 
-    argnums: int | tuple[int, ...]
+    argnums: tuple[int, ...]
+    several: bool  # whether the gradients are a tuple
     has_aux: bool
     policy: Policy
     grad_dtype: np.dtype | None
@@ -94,10 +95,6 @@ class GradOptions:
         policy = dataclasses.replace(policy, compute_dtype=dtype)
         return dataclasses.replace(self, policy=policy)
 
-    def argnum_tuple(self) -> tuple[int, ...]:
-        """Returns the differentiated positions as a tuple."""
-        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-
 
 def grad_options(
     has_aux: bool = False,
@@ -112,28 +109,19 @@ def grad_options(
     """Checks the options of a gradient function."""
     check_axis_name(axis_name)
     check_bool(has_aux, "`has_aux`")
-    policy = as_policy(policy)
+    check_bool(use_mixed_precision, "`use_mixed_precision`")
+    policy, argnums = as_policy(policy), as_counts(argnums, "argnums")
     dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
     return GradOptions(
-        argnums=as_counts(argnums, "argnums"),
+        argnums=(argnums,) if isinstance(argnums, int) else argnums,
+        several=not isinstance(argnums, int),
         has_aux=bool(has_aux),
         policy=policy,
         grad_dtype=None if dtype is None else parse_float_dtype(dtype, "grad_dtype"),
         axis_name=axis_name,
         retry=as_count(retry, "retry", at_least=0),
-        mixed=as_switch(use_mixed_precision),
+        mixed=bool(use_mixed_precision),
     )
-
-
-def as_switch(use_mixed_precision: object) -> bool:
-    """Returns a boolean that is known while tracing, or raises a `TypeError`."""
-    if not isinstance(use_mixed_precision, bool | np.bool_):
-        raise TypeError(
-            "`use_mixed_precision` decides what is compiled and must be a Python bool, "
-            f"but {type(use_mixed_precision).__name__} was given. Make it a static "
-            "argument of the jitted function."
-        )
-    return bool(use_mixed_precision)
 
 
 def check_function(func: object) -> None:

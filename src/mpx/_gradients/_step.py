@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import (
     COMPUTE,
-    Reduce,
+    Shards,
     gradient_function,
     is_amp,
     reducing_in,
@@ -100,13 +100,13 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
 class Evaluation(NamedTuple):
     """One forward and backward pass: everything in it is an array or a pytree of them."""
 
+    state: State  # the state after the call
     value: Array  # the unscaled loss
-    aux: PyTree  # the arrays among what the function returned besides
     # The gradients of the scaled loss, one tree per differentiated argument
     grads: tuple[PyTree, ...]
-    state: State  # the state after the call
     spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
     observed: PyTree = None  # what delayed fp8 scales have seen
+    aux: PyTree = None  # the arrays among what the function returned besides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Step:
     # of the NNX parameters that the function changes.
     _static: PyTree = None
     _changed: set[str] | None = None
+    shards: Shards | None = None  # of `accumulate`, over an axis of the mesh
 
     def __init__(
         self,
@@ -159,12 +160,8 @@ class Step:
         """Returns a call with these arguments."""
         casts = self.options.mixed and not is_amp(self.func)
         policy = self.options.policy if casts else None
-        argnums = self.options.argnum_tuple()
-        return Call(self.func, args, kwargs, argnums, policy, scales=self._scales)
-
-    def matmul_reduce(self) -> Reduce:
-        """Returns the dtype in which weight gradients leave their matmuls."""
-        return self.options.policy.reduce_dtype
+        argnums, scales = self.options.argnums, self._scales
+        return Call(self.func, args, kwargs, argnums, policy, scales=scales)
 
     def wire_dtype(self) -> np.dtype | str | None:
         """Returns the dtype in which mpx sums gradients over devices."""
@@ -178,7 +175,8 @@ class Step:
 
     def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
         """Runs a call forward and backward on the scaled loss."""
-        has_aux, reduce = self.options.has_aux, self.matmul_reduce()
+        has_aux, reduce = self.options.has_aux, self.options.policy.reduce_dtype
+        reduce = reduce if self.shards is None else None  # mpx sums over these
 
         def scaled_loss(
             diff: tuple[PyTree, ...], scales: PyTree
@@ -228,7 +226,7 @@ class Step:
         spoilt = is_spoilt([*pairs, *unknown])
         for program in programs:
             _uses.warn_of_uses(call, program)
-        return Evaluation(loss, aux, grads, after, spoilt, observed)
+        return Evaluation(after, loss, grads, spoilt, observed, aux)
 
     def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:
         """Stores what is no array, or is part of the state, and returns the arrays."""
@@ -264,8 +262,7 @@ class Step:
             after = select_tree(finite, after, self.call.comparable(state, after))
         if scales is not None:
             fp8 = select_tree(finite, scales.update(result.observed), scales)
-        several = isinstance(self.options.argnums, tuple)
-        grads = result.grads if several else result.grads[0]
+        grads = result.grads if self.options.several else result.grads[0]
         aux = self.commit(result.aux, after)
         return GradResult(result.value, aux, grads, scaling, finite, fp8)
 
