@@ -14,7 +14,7 @@ names that it needs.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,10 @@ from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops._primitives import (
+    Aval,
     define,
+    define_derivatives,
     function_of,
-    linearise,
     mapped_alike,
     varying_alike,
     zero_tangent,
@@ -43,8 +44,6 @@ from mpx._program._interpreter import Op, Outcome, Visitor
 from mpx._program._queries import ATTENTION, contains
 
 F32 = jnp.dtype(jnp.float32)
-Aval = Any
-"""The type of a value: shape, dtype, sharding."""
 _jax = private("attention")
 
 
@@ -90,29 +89,6 @@ def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> Py
         local_window_size=spec.window,
         **options,
     )
-
-
-def plain_backward(
-    *operands: Array, spec: Attention, wrt: tuple[int, ...]
-) -> Sequence[Array]:
-    """Returns the gradients of `plain` with respect to some operands."""
-    call, chosen = _output(operands, spec, wrt)
-    return jax.vjp(call, *chosen)[1](operands[-1])
-
-
-def plain_tangent(
-    *operands: Array, spec: Attention, wrt: tuple[int, ...]
-) -> list[Array]:
-    """Returns the directional derivative of `plain`."""
-    call, chosen = _output(operands, spec, wrt)
-    return [jax.jvp(call, chosen, list(operands[-len(wrt) :]))[1]]
-
-
-def _output(
-    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
-) -> tuple[Callable[..., Array], list[Array]]:
-    given = operands[: 3 + len(spec.extras)]
-    return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
 
 
 # --- The operation in cuDNN -----------------------------------------------------------
@@ -205,7 +181,8 @@ def _cudnn_backward(
     kept = (out, saved[..., 0])
     grads, _ = _with_kernel(backward, (cotangent, *given), kept)
     if 3 in wrt and not by_kernel:
-        grads += plain_backward(*operands, spec=spec, wrt=(3,))
+        call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
+        grads += jax.vjp(call, *chosen)[1](cotangent)
     return [grads[i] for i in wrt]
 
 
@@ -365,18 +342,19 @@ def _batched(
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
-attention_p = define(_jax, _FORWARD, _attention_types, plain)
-attention_backward_p = define(
+attention_p = define(_jax, _FORWARD, _attention_types, plain, _batched)
+attention_tangent_p, attention_backward_p = define_derivatives(
     _jax,
-    _BACKWARD,
-    lambda *operands, spec, wrt: [operands[i] for i in wrt],
-    plain_backward,
-)
-attention_tangent_p = define(
-    _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
+    (_TANGENT, _BACKWARD),
+    lambda *x, spec: [plain(*x, spec=spec)[0]],
+    count=lambda spec: 3 + len(spec.extras),
+    types=(
+        lambda query, *rest, spec, wrt: [query],
+        lambda *operands, spec, wrt: [operands[i] for i in wrt],
+    ),
+    batched=_batched,
 )
 for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
-    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
     # As JAX's own cuDNN attention, which is inside.
     _jax.prim_requires_devices_during_lowering.add(_primitive)
 for _primitive, _fast in (
@@ -386,9 +364,6 @@ for _primitive, _fast in (
     _lowering = _jax.lower_fun(_fast, multiple_results=True)
     _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
-linearise(
-    _jax, attention_tangent_p, attention_backward_p, [plain_tangent, plain_backward]
-)
 
 
 _MASKED = -1e30

@@ -66,18 +66,14 @@ class Chunks:
         self.shards = math.gcd(head.devices, vocabulary)
         self.part = vocabulary // self.shards
         is_known = isinstance(tokens, int)  # else it is the size of an exported program
-        if head.chunks is not None:
-            self.size = -(
-                -self.part // head.chunks
-            )  # the width of the share of a chunk
-        else:
-            count = FEWEST
+        count, multiple = head.chunks, 1
+        if count is None:
+            count, multiple = FEWEST, max(1, _MULTIPLE // self.shards)
             if is_known:
                 count = -(-tokens * vocabulary // (CHUNK * head.devices))
                 count = max(count, FEWEST if head.devices > 1 else 1)
-            multiple = max(1, _MULTIPLE // self.shards)
-            size = -(-self.part // (count * multiple)) * multiple
-            self.size = min(size, self.part)
+        # The width of the share of a chunk
+        self.size = min(-(-self.part // (count * multiple)) * multiple, self.part)
         self.count = -(-self.part // self.size)
         # The number of tokens whose logits are kept, of which one word holds several.
         self.kept = self.words = 0
@@ -146,13 +142,6 @@ class Operands(NamedTuple):
     labels: PyTree
 
 
-class Kept(NamedTuple):
-    """Logits that wait for the backward pass."""
-
-    room: PyTree  # An array of the type of the weight, with logits minus `shifts`
-    shifts: PyTree  # The largest logit of each token up to each chunk (chunks, tokens)
-
-
 def _dot(
     head: Head, a: Array, b: Array, axes: tuple[Sequence[int], Sequence[int]]
 ) -> Array:
@@ -209,11 +198,11 @@ def _finite(shift: Array) -> Array:
 # --- Forward --------------------------------------------------------------------------
 
 
-def statistics(
-    head: Head, operands: Operands, *, remat: bool = False
-) -> tuple[list[Array], Kept | None]:
-    """Returns logsumexp, chosen logit and perhaps total of each token; kept logits.
+def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[Array]:
+    """Returns logsumexp, chosen logit and perhaps total of each token.
 
+    If logits are kept, it also returns an array of the type of the weight that holds them
+    minus their shifts; and these, the largest logit of each token up to each chunk.
     With `remat`, a derivative by JAX computes the logits of each chunk again.
     """
     hidden, weight, _, labels = operands
@@ -244,7 +233,7 @@ def statistics(
     lowest = _filled(hidden, tokens, wide, -jnp.inf)
     (highest, sums, room), shifts = chunks.over(step, (lowest, zeros, room))
     found = [jnp.log(sums[0]) + _finite(highest), *sums[1:]]
-    return found, None if room is None else Kept(room, shifts)
+    return found if room is None else [*found, room, shifts]
 
 
 def _place(
@@ -283,15 +272,16 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     logsumexp: Array,
     cotangents: Sequence[Array],
     *,
-    kept: Kept | None,
+    kept: Sequence[Array],
     wrt: Sequence[int],
 ) -> list[Array]:
     """Returns the gradients of some operands, in the dtypes of these.
 
-    `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias.
+    `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias; `kept` is what
+    `statistics` returned of kept logits.
     """
     hidden, weight, bias, labels = operands
-    if kept is not None:
+    if kept:
         hidden, labels, logsumexp, *cotangents = (
             x.reshape(-1, *x.shape[hidden.ndim - 1 :])
             for x in (hidden, labels, logsumexp, *cotangents)
@@ -309,7 +299,7 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
         part, some = _parts(head, chunks, operands, start, size)
         again = low[chunks.kept :]
         logits = [_logits(head, again, part, some)] if again.size else []
-        if kept is not None:
+        if kept:
             stored = _stored(head, chunks, carry[1], start, size)
             logits = [stored + shifts[:, None], *logits]
         z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
@@ -337,9 +327,8 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     types = [(hidden.shape, head.wide)]
     types += [(x.shape, x.dtype) for x in (weight, bias) if x is not None]
     carry = {i: _filled(hidden, *types[i]) for i in wrt}
-    room = {} if kept is None else {1: kept.room}
-    shifts = None if kept is None else kept.shifts
-    found, _ = chunks.over(step, carry | room, shifts)
+    room, shifts = kept or (None, None)
+    found, _ = chunks.over(step, carry if room is None else carry | {1: room}, shifts)
     if 0 in wrt:
         found[0] = (found[0] / unit).astype(hidden.dtype).reshape(operands.hidden.shape)
     return [found[i] for i in wrt]
@@ -352,8 +341,7 @@ def _unit(head: Head, cotangents: Sequence[Array]) -> Array | float:
     """
     if head.dtype != np.float16:
         return 1.0
-    highest = functools.reduce(
-        jnp.maximum, [jnp.max(jnp.abs(x), initial=0.0) for x in cotangents]
-    )
+    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in cotangents]
+    highest = functools.reduce(jnp.maximum, largest)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(highest), highest, 1.0))
     return jnp.ldexp(jnp.float32(1), jnp.clip(14 - exponent, -100, 100))

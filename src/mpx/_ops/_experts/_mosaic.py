@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from mpx._jax._compat import as_unvarying, convert_dtype
@@ -42,7 +41,13 @@ from mpx._ops._experts._plain import (
     plain,
     row_blocks,
 )
-from mpx._ops._primitives import define, run_each, varying_alike, zero_tangent
+from mpx._ops._primitives import (
+    define,
+    run_each,
+    typed_like,
+    varying_alike,
+    zero_tangent,
+)
 from mpx._program._queries import GROUPED
 
 _Value = Any
@@ -280,8 +285,7 @@ def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) ->
         shape = (sizes.shape[0], a.shape[1], b.shape[1])
     else:
         shape = (a.shape[0], b.shape[2 if kind == "rows" else 1])
-    sharding = NamedSharding(a.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    return a.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    return typed_like(a, shape, dtype)
 
 
 def _jvp(
@@ -331,11 +335,11 @@ def _on_cuda(context: Any, *operands: object, **params: object) -> object:
     return lower(context, *operands, **params)
 
 
-grouped_p = define(_jax, GROUPED, _type, plain, multiple_results=False)
+def _batched(*args: Any, **params: object) -> tuple[Array, int]:
+    return run_each(*args, **params), 0
+
+
+grouped_p = define(_jax, GROUPED, _type, plain, _batched, several=False)
 _jax.register_lowering(grouped_p, _on_cuda, platform="cuda")
 _jax.primitive_jvps[grouped_p] = _jvp
 _jax.primitive_transposes[grouped_p] = _transpose
-_jax.primitive_batchers[grouped_p] = lambda operands, dims, **params: (
-    run_each(grouped_p, operands, dims, **params),
-    0,
-)
