@@ -25,6 +25,7 @@ from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     LeafName,
     dtype_of,
+    flatten_with_names,
     is_array,
     is_floating,
     is_inexact,
@@ -38,10 +39,9 @@ from mpx._jax._tree import (
 class State(NamedTuple):
     """State that a call changes."""
 
-    equinox: list[eqx.nn.State]  # those among the arguments, in order
     nnx: PyTree  # the NNX state that is not differentiated
-    # Arrays among the arguments that a call replaces, by name: the `batch_stats` of Linen,
-    # and differentiated NNX parameters once the function has assigned to them
+    # What a call replaces among the arguments, by name: each `eqx.nn.State`, the arrays in
+    # `batch_stats` of Linen, and NNX parameters once the function has assigned to them
     arrays: dict[str, PyTree]
 
 
@@ -98,14 +98,14 @@ class Call:
                     "Pass the model or its parameters there, or set `argnums`."
                 )
         self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
-        self._statistics: dict[str, PyTree] = {
-            name: leaf
-            for trees in (self._static, diff)
+        arrays = {
+            name: node
+            for trees in (diff, self._static)
             for argument, tree in trees.items()
-            for name, leaf in named_leaves(tree, argument)
-            if is_statistic(name) and is_array(leaf)
+            for name, node in _nodes(tree, argument)
+            if _is_equinox_state(node) or (is_statistic(name) and is_array(node))
         }
-        self.state = State(_equinox_states(self._static), rest, self._statistics)
+        self.state = State(rest, arrays)
 
     @property
     def low(self) -> np.dtype | None:
@@ -132,39 +132,37 @@ class Call:
         if keep is not None:
             keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
-        leaves: dict[str, PyTree] = dict(named_leaves(out)) if self._statistics else {}
+        nodes: dict[str, PyTree] = dict(_nodes(out))
         new = {
-            old: cast_like(leaves[name], self._statistics[old])
+            old: cast_like(nodes[name], self.state.arrays[old])
             for name, old in self.successors(out).items()
         }
-        states = state.equinox
-        if states and _holds_states(out, states):
-            states = list(map(cast_like, _equinox_states(out), states))
-        return out, State(states, rest, {**state.arrays, **new, **changed})
+        return out, State(rest, {**state.arrays, **new, **changed})
 
     def successors(self, out: PyTree) -> dict[str, str]:
-        """Returns, by name, which arrays of a result replace which in `state.arrays`.
+        """Returns, by name, what in a result replaces what in `state.arrays`.
 
-        A collection of Linen's is found anywhere in the result if all its arrays are there
-        under their names and with their shapes.
+        Equinox states are found by their order. A collection of Linen's is found anywhere in
+        the result if all its arrays are there under their names and with their shapes.
         """
-        if not self._statistics:
-            return {}
-        arrays = [(str(name), x) for name, x in named_leaves(out) if is_array(x)]
-        shapes = {name: shape_of(x) for name, x in arrays}
+        nodes, known = _nodes(out), self.state.arrays
+        new, old = _state_structures(nodes), _state_structures(known.items())
+        is_same = [*new.values()] == [*old.values()]
+        equinox = dict(zip(new, old, strict=True)) if is_same else {}
+        shapes = {str(name): shape_of(x) for name, x in nodes if is_array(x)}
         collections: dict[str, dict[str, str]] = {}
-        for name in self._statistics:
+        for name in [x for x in known if x not in old]:
             prefix, _, inside = f"/{name}".rpartition("/batch_stats/")
             collections.setdefault(prefix, {})[inside] = name
         places: dict[str, list[str]] = {}
         for prefix, names in collections.items():
             first = next(iter(names))
-            wanted = [(x, shape_of(self._statistics[old])) for x, old in names.items()]
+            wanted = [(x, shape_of(known[name])) for x, name in names.items()]
             for found in [x for x in shapes if f"/{x}".endswith(f"/{first}")]:
                 place = found.removesuffix(first)
                 if all(shapes.get(place + inside) == shape for inside, shape in wanted):
                     places.setdefault(place, []).append(prefix)
-        return {
+        return equinox | {
             place + inside: name
             for place, fitting in places.items()
             for inside, name in collections[_nearest(place, fitting)].items()
@@ -177,7 +175,7 @@ class Call:
 
     def assigned(self, state: State) -> set[str]:
         """Returns the names of the differentiated arrays that a state replaces."""
-        return state.arrays.keys() - self._statistics.keys()
+        return state.arrays.keys() - self.state.arrays.keys()
 
     def without(self, state: State, names: set[str]) -> State:
         """Returns a state without some arrays, and others in the dtypes of arguments."""
@@ -199,10 +197,10 @@ class Call:
     ) -> tuple[dict[str, PyTree], _nnx.Merged | None]:
         """Returns the arguments in the compute dtype, and the NNX objects among them."""
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
+        copies = state._replace(arrays=jax.tree.map(lambda x: x, state.arrays))
         arguments = {
-            name: _in_state(name, tree, state)
-            for name, tree in _with_states(self._static, states).items()
+            name: _in_state(name, tree, copies, _is_equinox_state)
+            for name, tree in self._static.items()
         }
         arrays, params = self._without_nnx(diff)
         for name, tree in arrays.items():
@@ -265,15 +263,12 @@ class Call:
         trees = zip(self._diff_names, self.diff, strict=True)
         return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
 
-    def commit(self, out: PyTree, state: State) -> PyTree:
-        """Puts a state into effect: into the result and into the caller's objects."""
+    def commit(self, state: State) -> None:
+        """Puts a state into effect in the caller's NNX objects."""
         if self._split is not None:
             _nnx.update(self._objects, state.nnx)
             if self.assigned(state):
                 _nnx.assign(self._objects, self._split, state.arrays)
-        if state.equinox and _holds_states(out, state.equinox):
-            return _with_states(out, state.equinox)
-        return out
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -302,11 +297,16 @@ def _fill_slots(
     )
 
 
-def _in_state(argument: str, tree: PyTree, state: State) -> PyTree:
-    """Returns an argument with the arrays that a state has for it."""
+def _in_state(
+    argument: str,
+    tree: PyTree,
+    state: State,
+    is_leaf: Callable[[PyTree], bool] | None = None,
+) -> PyTree:
+    """Returns an argument with what a state has for it."""
     if not state.arrays:
         return tree
-    return map_with_name(state.arrays.get, tree, argument=argument)
+    return map_with_name(state.arrays.get, tree, argument=argument, is_leaf=is_leaf)
 
 
 def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:
@@ -337,25 +337,13 @@ def _is_equinox_state(node: object) -> bool:
     return isinstance(node, eqx.nn.State)
 
 
-def _equinox_states(tree: PyTree) -> list[eqx.nn.State]:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_equinox_state)
-    return [x for x in leaves if _is_equinox_state(x)]
+def _nodes(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTree]]:
+    """Returns the leaves of a tree by name; an `eqx.nn.State` is one of them."""
+    return flatten_with_names(tree, argument, _is_equinox_state)[0]
 
 
-def _with_states(tree: PyTree, states: Sequence[eqx.nn.State]) -> PyTree:
-    """Replaces the `eqx.nn.State`s of a tree, in order."""
-    remaining = iter(states)
-    return jax.tree.map(
-        lambda node: next(remaining) if _is_equinox_state(node) else node,
-        tree,
-        is_leaf=_is_equinox_state,
-    )
-
-
-def _holds_states(out: PyTree, states: Sequence[eqx.nn.State]) -> bool:
-    """Returns whether a result holds the successors of `states`, in order."""
-    found = map(jax.tree.structure, _equinox_states(out))
-    return list(found) == list(map(jax.tree.structure, states))
+def _state_structures(nodes: Iterable[tuple[str, PyTree]]) -> dict[str, PyTree]:
+    return {name: jax.tree.structure(x) for name, x in nodes if _is_equinox_state(x)}
 
 
 def _nearest(place: str, collections: list[str]) -> str:

@@ -234,17 +234,18 @@ class Step:
             aux = map_with_name(
                 lambda name, x: _InState(successors[name]) if name in successors else x,
                 aux,
+                is_leaf=lambda node: isinstance(node, eqx.nn.State),
             )
         arrays, self._static = eqx.partition(aux, eqx.is_array)
         return arrays
 
     def commit(self, arrays: PyTree, state: State) -> PyTree:
         """Puts a state into effect, and returns `aux` as the function returned it."""
-        aux = jax.tree.map(
+        self.call.commit(state)
+        return jax.tree.map(
             lambda x: state.arrays[x.name] if isinstance(x, _InState) else x,
             eqx.combine(arrays, self._static),
         )
-        return self.call.commit(aux, state)
 
     def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
