@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, NamedTuple, Unpack, overload
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,12 +81,11 @@ def accumulate(
     for each PRNG key among the arguments, so that dropout masks differ.
 
     `axis_name` may be a mapped axis, over which is reduced once, after the last part, or
-    the axis of the mesh over which the batch is sharded. In that case each shard of the
-    batch is computed by itself, its gradients are summed in f32 on its own devices, and
-    sent once in the `reduce_dtype` of the policy, however the parameters are sharded;
+    the axis of the mesh over which the batch is sharded. Then each shard sums its gradients
+    in f32 on its own devices and sends them once, in the `reduce_dtype` of the policy;
     without it XLA reduces the gradients of every part. Every device holds the whole f32
-    gradient until then, and `aux` has a further axis, after that of the parts, with one
-    entry for each shard. It needs automatic axes, and a function without state.
+    gradient until then, and `aux` has a further axis, after that of the parts, for the
+    shards. It needs automatic axes, and a function without state.
 
     Args:
         func: The loss function. Leave it out to use `accumulate` as a decorator.
@@ -170,11 +168,10 @@ class _Window(Step):
         steps, shards = self.options.steps, getattr(self.shards, "size", 1)
         _check_leaves(leaves, batches, params, steps, shards)
         both = tuple(args), dict(kwargs)
-        structure = jax.tree.structure(both, is_leaf=is_state_node)
-
-        def of(*kinds: str) -> PyTree:
-            found = [x.value if x.kind in kinds else None for x in leaves]
-            return structure.unflatten(found)
+        self._leaves, self._structure = (
+            leaves,
+            jax.tree.structure(both, is_leaf=is_state_node),
+        )
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
@@ -185,8 +182,7 @@ class _Window(Step):
         index = jnp.arange(steps * shards)
         index = index if shards == 1 else jnp.reshape(index, (steps, shards))
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
-        self.parts = jax.tree.map(split, of("row")), index
-        self._keys, self._rest = of("key"), of("shared", "state")
+        self.parts = [split(x.value) for x in leaves if x.kind == "row"], index
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
@@ -194,11 +190,14 @@ class _Window(Step):
         shards, count = self.shards, self.parts[1].size
 
         def part(state: State, rows: PyTree, index: Int[Array, "..."]) -> Evaluation:
-            def one(rows: PyTree, index: Int[Array, ""]) -> Evaluation:
-                keys = self._keys
-                if count > 1:
-                    keys = jax.tree.map(lambda key: _fold_in(key, index), keys)
-                arguments = eqx.combine(rows, keys, self._rest, is_leaf=is_state_node)
+            def one(rows: list[Array], index: Int[Array, ""]) -> Evaluation:
+                values, remaining = [x.value for x in self._leaves], iter(rows)
+                for i, leaf in enumerate(self._leaves):
+                    if leaf.kind == "row":
+                        values[i] = next(remaining)
+                    elif leaf.kind == "key" and count > 1:
+                        values[i] = _fold_in(leaf.value, index)
+                arguments = self._structure.unflatten(values)
                 result = self.evaluate(self.call_with(*arguments), state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))

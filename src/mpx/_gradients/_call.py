@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like, cast_state_leaf
 from mpx._casting._context import argument_names, arguments_cast_to, original
-from mpx._casting._keep import Keep, is_statistic
+from mpx._casting._keep import is_statistic
 from mpx._casting._policy import Policy
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
@@ -118,8 +118,21 @@ class Call:
     ) -> tuple[PyTree, State]:
         """Returns what the function returns, and the state after the call."""
         keep = None if self.policy is None else self.policy.keeping()
-        arguments, merged = self._cast_arguments(diff, state, keep)
-        if merged is not None:
+        # Copies: Equinox makes a `State` unusable once a layer has written to it.
+        copies = state._replace(arrays=jax.tree.map(lambda x: x, state.arrays))
+        arguments = {
+            name: _in_state(name, tree, copies, _is_equinox_state)
+            for name, tree in self._static.items()
+        }
+        arrays, params = self._without_nnx(diff)
+        for name, tree in arrays.items():
+            arguments[name] = eqx.combine(tree, arguments[name])
+        if keep is not None:
+            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
+        merged = None
+        if self._split is not None:
+            split = self._split._replace(params=params, rest=state.nnx)
+            merged = _nnx.merge(split, None if keep is None else keep.cast_leaf)
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
@@ -191,26 +204,6 @@ class Call:
         params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
         known: dict[str, PyTree] = {**dict(params), **state.arrays}
         return state._replace(arrays={name: known.get(name) for name in later.arrays})
-
-    def _cast_arguments(
-        self, diff: tuple[PyTree, ...], state: State, keep: Keep | None
-    ) -> tuple[dict[str, PyTree], _nnx.Merged | None]:
-        """Returns the arguments in the compute dtype, and the NNX objects among them."""
-        # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        copies = state._replace(arrays=jax.tree.map(lambda x: x, state.arrays))
-        arguments = {
-            name: _in_state(name, tree, copies, _is_equinox_state)
-            for name, tree in self._static.items()
-        }
-        arrays, params = self._without_nnx(diff)
-        for name, tree in arrays.items():
-            arguments[name] = eqx.combine(tree, arguments[name])
-        if keep is not None:
-            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
-        if self._split is None:
-            return arguments, None
-        split = self._split._replace(params=params, rest=state.nnx)
-        return arguments, _nnx.merge(split, None if keep is None else keep.cast_leaf)
 
     def _without_nnx(
         self, diff: tuple[PyTree, ...]
@@ -364,13 +357,12 @@ def _nearest(place: str, collections: list[str]) -> str:
 def is_spoilt(pairs: Iterable[tuple[PyTree, PyTree]]) -> Bool[Array, ""]:
     """Returns whether a number became infinite or nan that was finite.
 
-    The pairs are arrays before and after; `None` for before counts as finite. An array
-    that was not replaced costs nothing.
+    The pairs are arrays before and after; `None` for before counts as finite.
     """
     checks = []
     for before, after in pairs:
         if after is before or not is_inexact(after):
-            continue
+            continue  # an array that was not replaced costs nothing
         spoilt = ~jnp.isfinite(after)
         if before is not None and shape_of(before) == shape_of(after):
             spoilt &= jnp.isfinite(before)

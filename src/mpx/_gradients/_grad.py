@@ -1,8 +1,4 @@
-"""The gradient functions: `value_and_grad`, and those of the MPX paper.
-
-The latter are thin layers with the paper's arguments and tuples. New code should use
-`value_and_grad`, which takes the scaling as an argument, so that it is made once and jitted.
-"""
+"""The gradient functions: `value_and_grad`, and those of the MPX paper, thin layers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -75,12 +71,11 @@ def value_and_grad(
     skipped, and they are rolled back, if the gradients, the loss or they themselves
     become infinite or nan.
 
-    A function under `amp` casts by itself and gets its arguments uncast; a policy beside
-    it may set `grad_dtype` and `reduce_dtype`.
+    A function under `amp` casts by itself; a policy beside it may set `grad_dtype` and
+    `reduce_dtype`.
 
     Args:
-        func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
-            use `value_and_grad` as a decorator with arguments.
+        func: The loss function. Leave it out to use `value_and_grad` as a decorator.
         *misplaced: Nothing: options are passed by keyword, the scaling at the call.
         argnums: Which positional arguments of `func` to differentiate: one number, or a
             sequence for a tuple of gradients.
@@ -92,7 +87,7 @@ def value_and_grad(
         axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which loss and
             gradients are averaged before the check, so that all devices agree.
         retry: How often to try again at once with the adjusted scale when gradients are
-            not finite, before giving up on the step. The function is compiled twice.
+            not finite. The function is compiled twice.
 
     Raises:
         TypeError: If the loss is no real floating scalar, or no scaling was passed.
@@ -170,7 +165,7 @@ def filter_grad(
 
     The scaling is part of the transformation, as in the paper: call `filter_grad`
     inside the jitted step with the scaling that the step got as an argument. Outside
-    jit it would be compiled in as a constant.
+    jit it would be compiled in as a constant: new code should use `value_and_grad`.
 
     Args:
         func: The loss function.
@@ -208,15 +203,9 @@ def filter_value_and_grad(
 ) -> Callable[P, Any]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
-    The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
-    is the loss that `func` returned, as in `GradResult`, or `(loss, aux)` if `has_aux`.
-
-    Args:
-        func: The loss function. This and the others are as in `filter_grad`.
-        scaling: The loss scaling.
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast, scaled or checked.
-        **options: Options of `value_and_grad`.
+    It takes the arguments of `filter_grad`. The returned function returns `(value,
+    scaling, grads_finite, grads)`, where `value` is the loss that `func` returned, as in
+    `GradResult`, or `(loss, aux)` if `has_aux`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -246,14 +235,9 @@ def calculate_scaled_grad(
     """Computes loss and gradients that are still scaled, in half precision.
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
-    adjust by themselves. The returned function returns `(value, grads)`, with
-    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
-
-    Args:
-        func: The loss function. This and the others are as in `filter_grad`.
-        scaling: The loss scaling.
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast or scaled.
+    adjust by themselves, and takes the arguments of `filter_grad`. The returned function
+    returns `(value, grads)`, with `(value, aux)` for the first if `has_aux`; `value` is the
+    scaled loss in f32.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -13,7 +13,7 @@ from mpx._casting._context import autocast_of, chosen_half_precision
 from mpx._casting._policy import Policy, as_policy, dtype_under_amp
 from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
 from mpx._jax._compat import is_tracer
-from mpx._jax._formats import parse_float_dtype, short_name
+from mpx._jax._formats import parse_float_dtype
 from mpx._jax._tree import AxisName
 from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
@@ -75,11 +75,8 @@ class GradOptions:
         own = None if self.axis_name is not None else autocast_of(func)
         reduces = (policy.reduce_dtype, None if own is None else own().reduce)
         if None not in reduces and reduces[0] != reduces[1]:
-            given = [
-                x if isinstance(x, str) else short_name(np.dtype(x)) for x in reduces
-            ]
             raise ValueError(
-                f"`reduce_dtype` is {given[0]} in the policy and {given[1]} in `amp`. "
+                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
                 "Leave one out."
             )
         has_none = isinstance(scaling, NoLossScaling)
