@@ -1,6 +1,7 @@
 """Gradients of a large batch from several small ones."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, NamedTuple, Unpack, overload
 
@@ -32,7 +33,7 @@ from mpx._gradients._options import (
     refuse_positional,
 )
 from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
-from mpx._jax._arguments import as_count, as_counts, check_bool
+from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
 from mpx._jax._compat import varying_like, zeros_of
 from mpx._jax._tree import (
     LeafName,
@@ -118,11 +119,8 @@ def accumulate(
     check_bool(mean, "`mean`")
     batches = as_counts(batch_argnums, "batch_argnums")
     batches = (batches,) if isinstance(batches, int) else batches
-    if min(batches, default=0) < 0:
-        raise ValueError(
-            f"`batch_argnums` must be 0 or more, but {batch_argnums} was given. Count "
-            "from the first argument of `func`."
-        )
+    positive = min(batches, default=0) >= 0
+    check_value(positive, "batch_argnums", "0 or more", batch_argnums)
     checked = dataclasses.replace(
         grad_options(has_aux, **options),
         steps=as_count(steps, "steps", at_least=1),
@@ -234,11 +232,10 @@ class _Window(Step):
         result, aux = lax.scan(body, total, self.parts)
         result = result._replace(aux=aux)
         if shards is not None:
-            dtype = self.wire_dtype()
-            grads = jax.tree.map(lambda x: _sum_of_shards(x, dtype), result.grads)
+            summed = functools.partial(_sum_of_shards, dtype=self.wire_dtype())
             result = result._replace(
                 value=jnp.sum(result.value, axis=0),
-                grads=jax.tree.map(_sharded_alike, grads, self.call.diff),
+                grads=jax.tree.map(summed, result.grads, self.call.diff),
                 spoilt=jnp.any(result.spoilt, axis=0),
                 observed=_largest_of_shards(result.observed),
             )
@@ -290,12 +287,10 @@ def _may_be_raw_key(x: object) -> bool:
 
 
 def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
-    def fold(key: Array | np.ndarray) -> Array:
-        return jax.random.fold_in(key, index)
-
-    for _ in range(key.ndim if _is_typed_key(key) else 0):
-        fold = jax.vmap(fold)
-    return fold(key)
+    fold = lambda key: jax.random.fold_in(key, index)  # noqa: E731
+    return jnp.vectorize(fold, signature=None if _is_typed_key(key) else "(k)->(k)")(
+        key
+    )
 
 
 def _check_leaves(
@@ -365,21 +360,18 @@ def _check_leaves(
 # a sum over it one all-reduce, or a reduce-scatter where the parameter is sharded.
 
 
-def _sum_of_shards(x: Array, dtype: Reduce) -> Array:
-    """Returns the sum over the first axis, sent in `dtype` if that is narrower."""
+def _sum_of_shards(x: Array, like: PyTree, dtype: Reduce) -> Array:
+    """Returns the sum over the first axis, sharded like another array of its shape.
+
+    It is sent in `dtype` if that is narrower.
+    """
     low = x
     if dtype is not None and is_floating(x):
         low = x if np.dtype(dtype).itemsize >= x.dtype.itemsize else x.astype(dtype)
     # `jnp.sum` would widen first, and XLA sends what it sums.
-    return lax.reduce(low, np.zeros((), low.dtype), lax.add, (0,)).astype(x.dtype)
-
-
-def _sharded_alike(x: Array, like: PyTree) -> Array:
-    """Returns an array that XLA shards as another one of its shape.
-
-    Shardings spread through operations on elements. No number is above infinity.
-    """
-    return lax.select(like > jnp.inf, jnp.zeros_like(x), x)
+    total = lax.reduce(low, np.zeros((), low.dtype), lax.add, (0,)).astype(x.dtype)
+    # Shardings spread through operations on elements. No number is above infinity.
+    return lax.select(like > jnp.inf, jnp.zeros_like(total), total)
 
 
 def _pin_shards(tree: PyTree, shards: Shards | None) -> PyTree:

@@ -58,10 +58,9 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
     """Result of `value_and_grad` and `accumulate`.
 
     Attributes:
-        value: The loss that the function returned, unscaled and widened to f32. It has
-            the precision in which the function computed it: a loss returned in 16 bits
-            was rounded to 16 bits, to 3 significant digits in bf16. Cast the logits to
-            f32 in the function, or use `amp`, for a loss in full precision.
+        value: The loss that the function returned, unscaled and widened to f32. A loss
+            returned in bf16 was rounded to 3 significant digits: cast the logits to f32
+            in the function, or use `amp`, for one in full precision.
         aux: What the function returned besides, `None` without `has_aux`.
         grads: The unscaled gradients; `None` for leaves without one.
         scaling: The loss scaling for the next step.
@@ -271,7 +270,9 @@ class Step:
         self, scaling: LossScaling
     ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
         """Evaluates, reduces over devices, unscales and checks."""
-        result = self._reduced(self.run(scaling))
+        result = self.run(scaling)
+        if self.axis_name is not None:
+            result = self._reduced(result, self.axis_name)
         # Undo with the scale that scaled: after a growth step the new one is larger.
         unscaled = scaling.unscale(result.grads)
         grads = cast_floating(unscaled, self.options.grad_dtype)
@@ -281,11 +282,9 @@ class Step:
         finite = all_finite((grads, result.value)) & ~result.spoilt
         return result, scaling.adjust(finite), finite
 
-    def _reduced(self, result: Evaluation) -> Evaluation:
+    def _reduced(self, result: Evaluation, axis_name: AxisName) -> Evaluation:
         """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.axis_name, self.wire_dtype()
-        if axis_name is None:
-            return result
+        dtype = self.wire_dtype()
         # A sum of parts is a sum over devices, too.
         together = lax.pmean if self.options.mean else lax.psum
 

@@ -58,7 +58,7 @@ class LossScaling(eqx.Module):
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the scale, in f32 or wider."""
         # XLA turns it into a product with the reciprocal, which must therefore be a
-        # normal number too: see `check_scale`.
+        # normal number too: see `_scale`.
         return _map_wide(lambda x: x / self.loss_scaling.astype(x.dtype), tree)
 
     def adjust(
@@ -81,9 +81,6 @@ class LossScaling(eqx.Module):
 class StaticLossScaling(LossScaling):
     """A loss scale that never changes.
 
-    Attributes:
-        loss_scaling: The scale, f32[].
-
     Examples:
         >>> StaticLossScaling(1024.0).scale(jnp.float16(100.0))
         Array(102400., dtype=float32)
@@ -92,7 +89,7 @@ class StaticLossScaling(LossScaling):
     loss_scaling: Float[Array, "*batch"]
 
     def __init__(self, loss_scaling: PyTree) -> None:
-        """Stores a positive finite scalar; a power of two makes scaling exact."""
+        """Stores a positive finite scalar as f32; powers of two make scaling exact."""
         self.loss_scaling = _scale(loss_scaling, "loss_scaling")
 
 
@@ -280,12 +277,9 @@ class DynamicLossScaling(LossScaling):
 
         Call it on the host, outside jit, as often as a wait for the step is affordable.
 
-        Args:
-            max_consecutive: How many skipped steps in a row are too many.
-
         Raises:
-            FloatingPointError: If this many steps were skipped in a row at the floor, or
-                if the scale is nan.
+            FloatingPointError: If `max_consecutive` steps were skipped in a row at the
+                floor, or if the scale is nan.
         """
         max_consecutive = as_count(max_consecutive, "max_consecutive", at_least=1)
         skipped, scale = int(self.consecutive_skipped), float(self.loss_scaling)
@@ -307,12 +301,8 @@ class DynamicLossScaling(LossScaling):
 def default_loss_scaling(dtype: DTypeLike | None = None) -> LossScaling:
     """Returns the loss scaling that a compute dtype needs.
 
-    Args:
-        dtype: The compute dtype; `None` is the configured half precision.
-
-    Returns:
-        `DynamicLossScaling.pow2()` for f16, whose smallest normal number is 6e-5;
-        `NoLossScaling()` for bf16, f32 and f64.
+    It is `DynamicLossScaling.pow2()` for f16, whose smallest normal number is 6e-5, and
+    `NoLossScaling()` for bf16, f32 and f64; `None` is the configured half precision.
 
     Examples:
         >>> default_loss_scaling("bf16")
