@@ -23,7 +23,7 @@ from models import (
 )
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx._casting._policy import as_policy
-from mpx._gradients._options import grad_options
+from mpx._gradients._grad import grad_options
 from mpx.testing import assert_trees_equal
 
 # --- Without mixed precision, without scaling -----------------------------------------

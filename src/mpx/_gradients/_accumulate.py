@@ -24,13 +24,15 @@ from mpx._casting._context import (
 )
 from mpx._casting._keep import is_statistic
 from mpx._gradients._call import State
-from mpx._gradients._grad import P, Params, Taking, transformed
-from mpx._gradients._options import (
+from mpx._gradients._grad import (
     ArgnumKeywords,
     GradKeywords,
-    WindowKeywords,
+    P,
+    Params,
+    Taking,
     grad_options,
     refuse_positional,
+    transformed,
 )
 from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
@@ -44,6 +46,14 @@ from mpx._jax._tree import (
     shape_of,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+
+
+class WindowKeywords(ArgnumKeywords, total=False):
+    """The options of `accumulate`."""
+
+    batch_argnums: int | Sequence[int]
+    mean: bool
+    has_aux: bool
 
 
 @overload

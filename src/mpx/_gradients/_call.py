@@ -119,11 +119,11 @@ class Call:
         """Returns what the function returns, and the state after the call."""
         keep = None if self.policy is None else self.policy.keeping()
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        copies = state._replace(arrays=jax.tree.map(lambda x: x, state.arrays))
-        arguments = {
-            name: _in_state(name, tree, copies, _is_equinox_state)
-            for name, tree in self._static.items()
-        }
+        copies, arguments = jax.tree.map(lambda x: x, state.arrays), dict(self._static)
+        for name, tree in arguments.items() if copies else ():
+            arguments[name] = map_with_name(
+                copies.get, tree, argument=name, is_leaf=_is_equinox_state
+            )
         arrays, params = self._without_nnx(diff)
         for name, tree in arrays.items():
             arguments[name] = eqx.combine(tree, arguments[name])
@@ -183,8 +183,10 @@ class Call:
 
     def diff_in(self, state: State) -> tuple[PyTree, ...]:
         """Returns the differentiated arguments as a call finds them in a state."""
-        pairs = zip(self._diff_names, self.diff, strict=True)
-        return tuple(_in_state(name, tree, state) for name, tree in pairs)
+        arrays, pairs = state.arrays, zip(self._diff_names, self.diff, strict=True)
+        if not arrays:
+            return self.diff
+        return tuple(map_with_name(arrays.get, x, argument=name) for name, x in pairs)
 
     def assigned(self, state: State) -> set[str]:
         """Returns the names of the differentiated arrays that a state replaces."""
@@ -288,18 +290,6 @@ def _fill_slots(
         arrays,
         is_leaf=is_none,
     )
-
-
-def _in_state(
-    argument: str,
-    tree: PyTree,
-    state: State,
-    is_leaf: Callable[[PyTree], bool] | None = None,
-) -> PyTree:
-    """Returns an argument with what a state has for it."""
-    if not state.arrays:
-        return tree
-    return map_with_name(state.arrays.get, tree, argument=argument, is_leaf=is_leaf)
 
 
 def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:

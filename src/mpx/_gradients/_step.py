@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, PyTree
 from mpx._casting._context import (
     COMPUTE,
     Shards,
+    autocast_of,
+    chosen_half_precision,
     gradient_function,
     is_amp,
     reducing_in,
@@ -23,8 +25,8 @@ from mpx._casting._context import (
     take_scales,
 )
 from mpx._casting._keep import is_statistic
+from mpx._casting._policy import Policy, dtype_under_amp
 from mpx._gradients._call import Call, State, is_spoilt, loss_and_aux
-from mpx._gradients._options import GradOptions
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -81,11 +83,7 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         scaling: Scaling  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the fields.
-
-        Raises:
-            ValueError: If they are unpacked into another number of variables.
-        """
+        """Yields the fields; raises if they are unpacked into fewer variables."""
         targets = unpacking_targets()
         if targets not in (None, len(self)):
             raise ValueError(
@@ -94,6 +92,57 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
                 "`result.scaling`, `result.finite`, `result.aux`."
             )
         return tuple.__iter__(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions:
+    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
+
+    argnums: tuple[int, ...]
+    several: bool  # whether the gradients are a tuple
+    has_aux: bool
+    policy: Policy
+    grad_dtype: np.dtype | None
+    axis_name: AxisName | None
+    retry: int
+    mixed: bool
+    # Of `accumulate`: the parts, the arguments that are split, and whether to average
+    steps: int = 1
+    batches: tuple[int, ...] = ()
+    mean: bool = True
+
+    def for_call(
+        self, func: Callable[..., PyTree], scaling: LossScaling | None
+    ) -> "GradOptions":
+        """Returns the options of one call, in which the policy names a compute dtype."""
+        policy, low = self.policy, dtype_under_amp(func, self.policy)
+        if not self.mixed:
+            if low is not None:
+                raise ValueError(
+                    "`use_mixed_precision=False` switches nothing off in a function "
+                    "under `amp`, which computes in 16 bits by itself. Pass the function "
+                    "without `amp`."
+                )
+            return self
+        own = None if self.axis_name is not None else autocast_of(func)
+        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
+        if None not in reduces and reduces[0] != reduces[1]:
+            raise ValueError(
+                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
+                "Leave one out."
+            )
+        has_none = isinstance(scaling, NoLossScaling)
+        default = np.dtype(jnp.bfloat16 if has_none else np.float16)
+        dtype = low or policy.compute_dtype or chosen_half_precision() or default
+        if dtype == np.float16 and (scaling is None or has_none):
+            raise ValueError(
+                "f16 gradients need a loss scaling: without one, those below 6e-8 become "
+                "0. Pass `mpx.DynamicLossScaling.pow2()` as the scaling; or compute in "
+                'bf16, with `policy="p=f32,c=bf16,o=f32"` or `amp(func, "bf16")`. '
+                "`mpx.StaticLossScaling(1.0)` is f16 with a scale of 1."
+            )
+        policy = dataclasses.replace(policy, compute_dtype=dtype)
+        return dataclasses.replace(self, policy=policy)
 
 
 class Evaluation(NamedTuple):
