@@ -75,11 +75,10 @@ def value_and_grad(
     that was used, and checks that the result is finite.
 
     Floating arrays inside the differentiated arguments get a gradient, everything else
-    (integers, keys, functions, strings) `None`. NNX modules are updated in place as by
-    `nnx.value_and_grad`: BatchNorm statistics and dropout counters advance. They, and
-    an Equinox `State` or Linen's `batch_stats` returned in `aux`, stay f32. A step is
-    skipped, and they are rolled back, if the gradients, the loss or they themselves
-    become infinite or nan.
+    `None`. NNX modules are updated in place as by `nnx.value_and_grad`: BatchNorm
+    statistics and dropout counters advance. They, and an Equinox `State` or Linen's
+    `batch_stats` returned in `aux`, stay f32. A step is skipped, and they are rolled back,
+    if the gradients, the loss or they themselves become infinite or nan.
 
     A function under `amp` casts by itself; a policy beside it may set `grad_dtype` and
     `reduce_dtype`.
@@ -111,7 +110,6 @@ def value_and_grad(
 
     Examples:
         >>> import jax
-        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> @jax.jit
         ... @value_and_grad(policy="p=f32,c=f16,o=f32")
@@ -186,7 +184,6 @@ def filter_grad(
         **options: Options of `value_and_grad`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
@@ -218,7 +215,6 @@ def filter_value_and_grad(
     `GradResult`, or `(loss, aux)` if `has_aux`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> value, scaling, grads_finite, grads = filter_value_and_grad(
@@ -250,7 +246,6 @@ def calculate_scaled_grad(
     scaled loss in f32.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from mpx import StaticLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(

@@ -1,7 +1,7 @@
 """Loss scaling: none, static, dynamic.
 
-Gradients that would vanish in f16 survive when the loss is multiplied by a scale before
-differentiation and the gradients are divided by it afterwards.
+The loss is multiplied by a scale before differentiation, and the gradients are divided by it
+afterwards, so that those survive that would vanish in f16.
 """
 
 import functools
@@ -168,12 +168,7 @@ class DynamicLossScaling(LossScaling):
         consecutive_skipped: Any = 0,
         tolerance: Any = None,
     ) -> None:
-        """Checks the values that are concrete and stores them as f32 and i32.
-
-        Raises:
-            TypeError: If a value is not a number, or a count not an integer.
-            ValueError: If a value is out of its range.
-        """
+        """Checks the values that are concrete and stores them as f32 and i32."""
         ceiling = as_real(max_loss_scaling, "max_loss_scaling")
         self.loss_scaling = _scale(loss_scaling, "loss_scaling")
         self.min_loss_scaling = _scale(min_loss_scaling, "min_loss_scaling")
@@ -244,9 +239,6 @@ class DynamicLossScaling(LossScaling):
             grads_finite: Whether the gradients of this step were finite, bool[].
             axis_name: Combines the flag over `shard_map`, `pmap` or `vmap` axes first.
                 Not needed if the devices already agree.
-
-        Raises:
-            TypeError: If `grads_finite` is not a boolean scalar.
         """
         finite = as_flag(grads_finite, "grads_finite")
         if axis_name is not None:
@@ -268,9 +260,8 @@ class DynamicLossScaling(LossScaling):
             "consecutive_skipped": jnp.where(finite, 0, self.consecutive_skipped + 1),
             "tolerance": tolerance,
         }
-        return eqx.tree_at(
-            lambda s: [getattr(s, name) for name in new], self, list(new.values())
-        )
+        where = lambda scaling: [getattr(scaling, name) for name in new]  # noqa: E731
+        return eqx.tree_at(where, self, list(new.values()))
 
     def raise_if_stuck(self, max_consecutive: int = 20) -> None:
         """Raises if the last steps were all skipped with the scale at its floor.
@@ -317,10 +308,7 @@ def scaled(
 ) -> Callable[P, R]:
     """Returns `func` with its result multiplied by the loss scale.
 
-    Args:
-        func: A function whose result is a loss, or any pytree.
-        scaling: A loss scaling.
-        has_aux: Whether `func` returns a pair of which only the first is scaled.
+    With `has_aux`, `func` returns a pair of which only the first is scaled.
 
     Examples:
         >>> scaled(lambda x: x, StaticLossScaling(8.0))(jnp.float32(2.0))

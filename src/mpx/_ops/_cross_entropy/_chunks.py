@@ -29,8 +29,7 @@ class Head:
     dtype: np.dtype  # The dtype of the operands of the matmuls
     vocab_axis: int = 1  # The axis of the weight that is the vocabulary
     has_bias: bool = False  # Whether there is a bias
-    # The number of chunks, `None` for one that depends on the sizes
-    chunks: int | None = None
+    chunks: int | None = None  # `None` for a number that depends on the sizes
     soft_cap: float | None = None  # The bound c of the logits
     has_total: bool = False  # Whether the sum of the logits is computed
     precision: Any = None  # The precision of the matmuls
@@ -95,10 +94,9 @@ class Chunks:
         """Returns an array with one chunk replaced."""
         if self.shards == 1:
             return lax.dynamic_update_slice_in_dim(x, chunk, start, axis)
-        new = self._parts(chunk, axis)
-        return lax.dynamic_update_slice_in_dim(
-            self._parts(x, axis), new, start, axis + 1
-        ).reshape(x.shape)
+        parts, new = self._parts(x, axis), self._parts(chunk, axis)
+        parts = lax.dynamic_update_slice_in_dim(parts, new, start, axis + 1)
+        return parts.reshape(x.shape)
 
     def _parts(self, x: Array, axis: int) -> Array:
         shape = (*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
@@ -111,25 +109,20 @@ class Chunks:
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
     def over(
-        self,
-        step: Callable[..., tuple[PyTree, PyTree]],
-        carry: PyTree,
-        xs: PyTree = None,
+        self, step: Callable[..., PyTree], carry: PyTree, xs: PyTree = None
     ) -> tuple[PyTree, PyTree]:
         """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
         whole, rest = divmod(self.part, self.size)
-        outs = []
-        if whole:
-            starts = jnp.arange(whole, dtype=jnp.int32) * self.size
-            loop = lambda carry, x: step(carry, x[1], x[0], self.size)  # noqa: E731
-            given = jax.tree.map(lambda x: x[:whole], xs)
-            carry, ys = lax.scan(loop, carry, (starts, given))
-            outs.append(ys)
-        if rest:
-            x = jax.tree.map(lambda x: x[whole], xs)
-            carry, y = step(carry, x, whole * self.size, rest)
-            outs.append(jax.tree.map(lambda y: y[None], y))
-        return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *outs)
+        starts = jnp.arange(whole, dtype=jnp.int32) * self.size
+        loop = lambda carry, x: step(carry, x[1], x[0], self.size)  # noqa: E731
+        given = jax.tree.map(lambda x: x[:whole], xs)
+        carry, ys = lax.scan(loop, carry, (starts, given))
+        if not rest:
+            return carry, ys
+        last = jax.tree.map(lambda x: x[whole], xs)
+        carry, y = step(carry, last, whole * self.size, rest)
+        join = lambda ys, y: jnp.concatenate([ys, y[None]])  # noqa: E731
+        return carry, jax.tree.map(join, ys, y)
 
 
 class Operands(NamedTuple):
@@ -138,24 +131,19 @@ class Operands(NamedTuple):
     hidden: PyTree  # Hidden states (..., features)
     weight: PyTree  # The weight (features, vocabulary) or (vocabulary, features)
     bias: PyTree  # The bias (vocabulary), or `None`
-    # Labels (...). One outside the vocabulary chooses 0.
-    labels: PyTree
+    labels: PyTree  # Labels (...). One outside the vocabulary chooses 0.
 
 
 def _dot(
     head: Head, a: Array, b: Array, axes: tuple[Sequence[int], Sequence[int]]
 ) -> Array:
     """Multiplies operands of the compute dtype, summed over some axes in f32."""
-
-    def product(a: Array, b: Array) -> Array:
-        return lax.dot_general(
-            a,
-            b,
-            (axes, ((), ())),
-            precision=head.precision,
-            preferred_element_type=head.wide,
-        )
-
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(axes, ((), ())),
+        precision=head.precision,
+        preferred_element_type=head.wide,
+    )
     if head.dtype == head.wide:
         return product(a, b)
     # XLA has no such matmul on CPUs for all shapes. The products are the same.
@@ -335,10 +323,7 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
 
 
 def _unit(head: Head, cotangents: Sequence[Array]) -> Array | float:
-    """Returns a power of two that brings cotangents into the range of f16.
-
-    In bf16, whose range is that of f32, it is 1.
-    """
+    """Returns a power of two that brings cotangents into the range of f16; else 1."""
     if head.dtype != np.float16:
         return 1.0
     largest = [jnp.max(jnp.abs(x), initial=0.0) for x in cotangents]
