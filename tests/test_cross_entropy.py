@@ -598,7 +598,7 @@ def test_mesh_axes_may_be_explicit():
         (
             {"weight": WEIGHT[None]},
             ValueError,
-            r"two axes, .* its shape is \(1, 10, 104\)",
+            r"two axes, .* it has \(1, 10, 104\)",
         ),
         (
             {"weight": WEIGHT.T},

@@ -20,7 +20,6 @@ from mpx._casting._context import (
     argument_names,
     original,
     over_shards,
-    shards_of,
 )
 from mpx._casting._keep import is_statistic
 from mpx._gradients._call import State
@@ -114,9 +113,8 @@ def accumulate(
         **options: Options of `value_and_grad`.
 
     Raises:
-        ValueError: If `steps` is below 1 or does not divide a leading axis, or if another
-            argument has the leading size of the batch; the leaf is named. If `axis_name`
-            names no axis, or the function has state that the shards would change.
+        ValueError: If `steps` does not divide a leading axis, if another argument has the
+            leading size of the batch, or if the function has state that shards would change.
 
     Examples:
         >>> from mpx import NoLossScaling
@@ -157,9 +155,6 @@ class _Window(Step):
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
                 "and `batch_argnums` to different arguments."
             )
-        self.shards = shards_of(self.axis_name, args)
-        if self.shards is not None:
-            self.axis_name = None  # nothing is mapped over it
         names = argument_names(original(self.func), len(args))
         trees: list[tuple[str, int | None, PyTree]] = [
             *zip(names, range(len(args)), args, strict=True),
@@ -167,19 +162,14 @@ class _Window(Step):
             *((name, None, kwargs[name]) for name in sorted(kwargs)),
         ]
         leaves = [
-            _Leaf(
-                leaf_name, position, leaf, _kind(leaf_name, leaf, position in batches)
-            )
-            for name, position, tree in trees
-            for leaf_name, leaf in flatten_with_names(tree, name, is_state_node)[0]
+            _Leaf(name, position, value, _kind(name, value, position in batches))
+            for argument, position, tree in trees
+            for name, value in flatten_with_names(tree, argument, is_state_node)[0]
         ]
         steps, shards = self.options.steps, getattr(self.shards, "size", 1)
         _check_leaves(leaves, batches, params, steps, shards)
-        both = tuple(args), dict(kwargs)
-        self._leaves, self._structure = (
-            leaves,
-            jax.tree.structure(both, is_leaf=is_state_node),
-        )
+        both, self._leaves = (tuple(args), dict(kwargs)), leaves
+        self._structure = jax.tree.structure(both, is_leaf=is_state_node)
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
@@ -298,9 +288,8 @@ def _may_be_raw_key(x: object) -> bool:
 
 def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
     fold = lambda key: jax.random.fold_in(key, index)  # noqa: E731
-    return jnp.vectorize(fold, signature=None if _is_typed_key(key) else "(k)->(k)")(
-        key
-    )
+    signature = None if _is_typed_key(key) else "(k)->(k)"
+    return jnp.vectorize(fold, signature=signature)(key)
 
 
 def _check_leaves(
@@ -323,13 +312,11 @@ def _check_leaves(
     for name, _, value, _ in rows:
         shape = shape_of(value)
         if not shape or shape[0] % count:
-            parts = f"{steps} equal parts" + f" for each of {shards} shards" * (
-                shards > 1
-            )
+            each = f" for each of {shards} shards" if shards > 1 else ""
             raise ValueError(
                 f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
-                f"split into {parts}. Choose a batch size that is a multiple of {count}, "
-                "and pass what has no rows as another argument."
+                f"split into {steps} equal parts{each}. Choose a batch size that is a "
+                f"multiple of {count}, and pass what has no rows as another argument."
             )
         if shape[:1] != size and count > 1:
             raise ValueError(
@@ -365,16 +352,12 @@ def _check_leaves(
             )
 
 
-# --- Sums over devices of gradients that each device has of its own shard -------------
-# They are stacked along a first axis that is sharded over the axes of the batch. XLA makes
-# a sum over it one all-reduce, or a reduce-scatter where the parameter is sharded.
+# --- Gradients of the shards, stacked along a first axis that is sharded as the batch -
+# XLA makes a sum over it one all-reduce, or a reduce-scatter where the parameter is sharded.
 
 
 def _sum_of_shards(x: Array, like: PyTree, dtype: Reduce) -> Array:
-    """Returns the sum over the first axis, sharded like another array of its shape.
-
-    It is sent in `dtype` if that is narrower.
-    """
+    """Returns the sum over the first axis, sharded like another array of its shape."""
     low = x
     if dtype is not None and is_floating(x):
         low = x if np.dtype(dtype).itemsize >= x.dtype.itemsize else x.astype(dtype)

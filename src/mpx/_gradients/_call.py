@@ -1,9 +1,8 @@
 """One call of a user's function, as a pure function of parameters and state.
 
-A training step has three kinds of input: what is differentiated, what a call changes
-(Equinox `State`, Linen's `batch_stats`, BatchNorm statistics and dropout counters of NNX
-modules), and the rest. The step is evaluated on the first two and never on Python side
-effects, so it can be repeated, accumulated and undone.
+Its inputs are what is differentiated, what a call changes (see `State`), and the rest. A step
+is evaluated on the first two and never on Python side effects, so it can be repeated,
+accumulated and undone.
 """
 
 import contextlib
@@ -146,10 +145,8 @@ class Call:
             keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
         nodes: dict[str, PyTree] = dict(_nodes(out))
-        new = {
-            old: cast_like(nodes[name], self.state.arrays[old])
-            for name, old in self.successors(out).items()
-        }
+        pairs = ((old, nodes[new]) for new, old in self.successors(out).items())
+        new = {name: cast_like(x, self.state.arrays[name]) for name, x in pairs}
         return out, State(rest, {**state.arrays, **new, **changed})
 
     def successors(self, out: PyTree) -> dict[str, str]:
@@ -226,11 +223,8 @@ class Call:
         return arrays, params
 
     def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Returns copies, of at least f32, of parameters stored in 16 bits.
-
-        The derivative with respect to a stored one would be rounded to, or summed in, its
-        dtype.
-        """
+        """Returns copies, of at least f32, of parameters stored in 16 bits."""
+        # The derivative with respect to a stored one would be summed in its dtype.
         if self.policy is None:
             return diff
         keep = self.policy.keeping()

@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import (
     COMPUTE,
-    Shards,
     autocast_of,
     chosen_half_precision,
     gradient_function,
@@ -167,11 +166,10 @@ class _InState:
 class Step:
     """One call of a gradient function; `call` is that of the user's function."""
 
-    # What is no array, kept while JAX traces the rest: that part of `aux`, and the names
-    # of the NNX parameters that the function changes.
+    # Kept while JAX traces the arrays: the rest of `aux`, and the names of the NNX
+    # parameters that the function changes.
     _static: PyTree = None
     _changed: set[str] | None = None
-    shards: Shards | None = None  # of `accumulate`, over an axis of the mesh
 
     def __init__(
         self,
@@ -181,8 +179,10 @@ class Step:
         kwargs: Mapping[str, PyTree],
     ) -> None:
         self.func, self.options = func, options
-        self.axis_name = options.axis_name  # the mapped axis over which to average
         self._scales, args = take_scales(func, args)
+        # An axis of the mesh over which the batch is sharded, or a mapped one
+        self.shards = shards_of(options.axis_name, args)
+        self.axis_name = options.axis_name if self.shards is None else None
         self.prepare(args, kwargs)
         self.call = self.call_with(args, kwargs)
         for name, leaf in named_leaves(self.call.diff) if self.axis_name else ():
@@ -197,11 +197,11 @@ class Step:
 
     def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
         """Raises a `ValueError` if the axis to average over is one of the mesh."""
-        del kwargs
-        if shards_of(self.axis_name, args) is not None:
+        del args, kwargs
+        if self.shards is not None:
             raise ValueError(
-                f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
-                "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
+                f"`axis_name={self.options.axis_name!r}` is an axis of the mesh. Leave it "
+                "out: XLA sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
             )
 
     def call_with(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Call:
@@ -241,23 +241,19 @@ class Step:
             # a `shard_map` share would be summed in the compute dtype before mpx sees it.
             local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
             diff, scales = jax.tree.map(local, (diff, scales))
-        wide, loss_of, programs = call.widened(diff), scaled_loss, []
+        wide, run, programs = call.widened(diff), scaled_loss, []
         if call.low is not None:
             from mpx._wire._masters import with_masters
 
             is_mapped, look = self.axis_name is not None, programs.append
-            loss_of = functools.partial(
+            run = functools.partial(
                 with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped, look=look
             )
         # Without a scale, `amp` in f16 inside the function warns.
-        is_scaled = not isinstance(scaling, NoLossScaling)
-        with (
-            gradient_function() if is_scaled else contextlib.nullcontext(),
-            reducing_in(reduce),
-        ):
-            total, vjp, (loss, aux, after) = jax.vjp(
-                loss_of, wide, scales, has_aux=True
-            )
+        has_none = isinstance(scaling, NoLossScaling)
+        scope = contextlib.nullcontext() if has_none else gradient_function()
+        with scope, reducing_in(reduce):
+            total, vjp, (loss, aux, after) = jax.vjp(run, wide, scales, has_aux=True)
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))
         if wide is not diff:

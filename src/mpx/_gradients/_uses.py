@@ -102,9 +102,8 @@ def warn_of_uses(call: Call, program: PyTree) -> None:
 def _uses(program: PyTree, count: int) -> tuple[set[int], set[int], dict[int, int]]:
     """Returns how a program uses its first inputs, which are parameters.
 
-    The results are those that were cast to 16 bits but multiplied in f32; those that are
-    multiplied in 16 bits, or used by a custom derivative; and by 16-bit parameter that is
-    the same in each round of a long loop, the number of rounds.
+    Those cast to 16 bits but multiplied in f32; those multiplied in 16 bits, or used by a
+    custom derivative; and the rounds of long loops that use a 16-bit one in each round.
     """
     widened, low, loops = set[int](), set[int](), dict[int, int]()
 

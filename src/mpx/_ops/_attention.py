@@ -30,6 +30,7 @@ from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops._primitives import (
     Aval,
+    Dims,
     define,
     define_derivatives,
     function_of,
@@ -212,11 +213,10 @@ class _Kernel(Visitor):
 
 
 _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
-Types = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def reason_against(
-    spec: Attention, arrays: Sequence[jax.ShapeDtypeStruct], extras: Types
+    spec: Attention, arrays: Sequence[jax.ShapeDtypeStruct], extras: PyTree
 ) -> str | None:
     """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
 
@@ -243,9 +243,7 @@ def _reason_by_jax(
     dtypes = {"bias": F32, "mask": jnp.bool_}
     extras = {x: jax.ShapeDtypeStruct(full, dtypes[x]) for x in spec.extras}
 
-    def forward_and_backward(
-        arrays: Sequence[Array], extras: Mapping[str, Array]
-    ) -> PyTree:
+    def forward_and_backward(arrays: Sequence[Array], extras: PyTree) -> PyTree:
         operands, padded = _padded(arrays, extras, spec)
         out, backward = _vjp(operands, padded, spec.free)
         return backward(out)
@@ -305,10 +303,7 @@ def _attention_jvp(
 
 
 def _batched(
-    primitive: Primitive,
-    operands: Sequence[PyTree],
-    dims: Sequence[int | None],
-    **params: PyTree,
+    primitive: Primitive, operands: Sequence[PyTree], dims: Dims, **params: PyTree
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]

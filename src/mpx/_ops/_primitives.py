@@ -1,7 +1,4 @@
-"""What the primitives of the operations share: definition, second derivatives, `vmap`.
-
-Each operation passes `names`, the private names of JAX that it needs.
-"""
+"""What the primitives of the operations share: definition, derivatives, `vmap`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,18 +15,17 @@ from mpx._jax._compat import Primitive, as_varying, varying_axes
 
 Run = Callable[..., PyTree]
 Names = Any
-"""Private names of JAX, from `private`."""
+"""The private names of JAX that an operation needs, from `private`."""
 Aval = Any
 """The type of a value: shape, dtype, sharding."""
+Dims = Sequence[int | None]
+"""The axis along which each operand is mapped."""
 
 
 def define(
     names: Names, name: str, types: Run, run: Run, batched: Run, *, several: bool = True
 ) -> Primitive:
-    """Returns a primitive whose types are those of `types`, and that is lowered to `run`.
-
-    `batched` is its rule for `vmap`, with the primitive as first argument.
-    """
+    """Returns a primitive that is typed by `types`, lowered to `run`, mapped by `batched`."""
     primitive = Primitive(name)
 
     @functools.lru_cache(maxsize=256)
@@ -45,10 +41,7 @@ def define(
 
 
 def varying_alike(operands: Sequence[Array]) -> Sequence[Array]:
-    """Marks operands as varying over the same mesh axes.
-
-    The transpose of the mark sums gradients over devices.
-    """
+    """Marks operands as varying over the same mesh axes; its transpose sums gradients."""
     axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
     return [as_varying(x, axes) for x in operands] if axes else operands
 
@@ -112,10 +105,7 @@ def define_derivatives(
     backward = define(names, labels[1], types[1], gradients or run_backward, batched)
 
     def transpose(
-        cotangents: Sequence[PyTree],
-        *given: PyTree,
-        wrt: tuple[int, ...],
-        **params: object,
+        cotangents: PyTree, *given: PyTree, wrt: tuple[int, ...], **params: object
     ) -> list[PyTree]:
         known = given[: -len(wrt)]
         grads: Sequence[PyTree] = [None] * len(wrt)
@@ -137,7 +127,7 @@ def define_derivatives(
     return tangent, backward
 
 
-def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+def mapped_alike(operands: Sequence[Array], dims: Dims) -> list[Array]:
     """Returns operands that are all mapped along their first axis, of which one is mapped."""
     pairs = list(zip(operands, dims, strict=True))
     size = next(x.shape[d] for x, d in pairs if d is not None)
@@ -148,10 +138,7 @@ def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[
 
 
 def run_each(
-    primitive: Primitive,
-    operands: Sequence[Array],
-    dims: Sequence[int | None],
-    **params: object,
+    primitive: Primitive, operands: Sequence[Array], dims: Dims, **params: object
 ) -> PyTree:
     """Maps an operation by running it once for each element, along the first axis."""
     pairs = list(zip(operands, dims, strict=True))

@@ -32,11 +32,9 @@ LARGEST_SCALE = 2.0**126
 class LossScaling(eqx.Module):
     """The base of all loss scalings: `scale`, `unscale`, `adjust` and `metrics`.
 
-    A loss scaling is a pytree, like any other state. Casts leave its f32 alone.
-
-    Invariant: `unscale(scale(x)) == x` within three roundings of f32, and bit for bit
-    while the scale is a power of two and neither `x` nor the product overflows or
-    falls below the normal numbers of f32.
+    It is a pytree, and casts leave its f32 alone. Invariant: `unscale(scale(x)) == x` within
+    three roundings of f32, and bit for bit while the scale is a power of two and neither
+    `x` nor the product overflows or falls below the normal numbers of f32.
     """
 
     loss_scaling: eqx.AbstractVar[Float[Array, "*batch"]]
@@ -237,8 +235,7 @@ class DynamicLossScaling(LossScaling):
 
         Args:
             grads_finite: Whether the gradients of this step were finite, bool[].
-            axis_name: Combines the flag over `shard_map`, `pmap` or `vmap` axes first.
-                Not needed if the devices already agree.
+            axis_name: Mapped axes over which to combine the flag, unless devices agree.
         """
         finite = as_flag(grads_finite, "grads_finite")
         if axis_name is not None:

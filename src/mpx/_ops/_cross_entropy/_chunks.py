@@ -43,10 +43,8 @@ class Head:
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
     def keeping(self, hidden: PyTree, weight: PyTree) -> "Head":
-        """Returns the head that keeps logits in an array like the weight, if it can.
-
-        On several devices that array may be sharded in another way than the logits are.
-        """
+        """Returns the head that keeps logits in an array like the weight, if it can."""
+        # On several devices that array may be sharded in another way than the logits are.
         if not self.may_keep or self.devices > 1:
             return self
         head = dataclasses.replace(self, kept=self.dtype)
@@ -263,10 +261,9 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     kept: Sequence[Array],
     wrt: Sequence[int],
 ) -> list[Array]:
-    """Returns the gradients of some operands, in the dtypes of these.
+    """Returns the gradients of the operands `wrt`, in the dtypes of these.
 
-    `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias; `kept` is what
-    `statistics` returned of kept logits.
+    `kept` is what `statistics` returned of kept logits.
     """
     hidden, weight, bias, labels = operands
     if kept:

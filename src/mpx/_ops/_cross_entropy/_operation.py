@@ -56,9 +56,8 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         labels: Integer labels (...). A label outside the vocabulary makes the loss of its
             token nan.
         bias: The bias (vocabulary). Entries of -inf exclude words.
-        weights: The weight of each token (...): floats, or booleans for a mask. A token of
-            weight 0 contributes nothing, whatever its label and hidden state are: pass
-            `weights=labels != -100` for labels of torch.
+        weights: The weight of each token (...), or a mask. A token of weight 0 contributes
+            nothing, whatever its label is: pass `weights=labels != -100` for torch's.
         label_smoothing: The part of each label that is spread over the vocabulary.
         z_loss: The factor of the squared logsumexp.
         soft_cap: Bounds the logits: each z becomes `soft_cap * tanh(z / soft_cap)`.
@@ -187,8 +186,7 @@ def _check(operands: Operands, vocab_axis: int) -> None:
     hidden, weight, bias, labels = map(np.shape, operands)
     if len(weight) != 2:
         raise ValueError(
-            f"`weight` must have two axes, features and vocabulary, but its shape is "
-            f"{weight}."
+            f"`weight` must have two axes, features and vocabulary, but it has {weight}."
         )
     vocabulary, features = weight[vocab_axis], weight[1 - vocab_axis]
     if hidden[-1:] != (features,):

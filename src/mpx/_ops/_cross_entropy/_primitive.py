@@ -25,6 +25,7 @@ from mpx._ops._cross_entropy._chunks import (
 )
 from mpx._ops._primitives import (
     Aval,
+    Dims,
     define,
     define_derivatives,
     mapped_alike,
@@ -110,10 +111,7 @@ def _jvp(
 
 
 def _batched(
-    primitive: Primitive,
-    given: Sequence[PyTree],
-    dims: Sequence[int | None],
-    **params: PyTree,
+    primitive: Primitive, given: Sequence[PyTree], dims: Dims, **params: PyTree
 ) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
     is_shared = all(d is None for d in dims[1:-1])

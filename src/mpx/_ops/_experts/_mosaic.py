@@ -195,10 +195,8 @@ _block = functools.partial(plgpu.BlockSpec, delay_release=1)
 
 
 def _clear_rows(ref: _Value, begin: _Value, start: _Value, end: _Value) -> None:
-    """Sets the rows of a block outside a group to zero; `begin` is its first row.
-
-    A product with a mask would not do: the values there may be nan.
-    """
+    """Sets the rows of a block outside a group to zero; `begin` is its first row."""
+    # A product with a mask would not do: the values there may be nan.
     row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
     row = begin + plgpu.layout_cast(row, plgpu.Layout.WGMMA)
     inside = (row >= start) & (row < end)
@@ -219,11 +217,9 @@ def _store(out: Array, ref: _Value, copy: _Value = None) -> None:
 def _store_some(
     out: Array, ref: _Value, first: _Value, begin: _Value, count: _Value
 ) -> None:
-    """Writes `count` rows of a block, from row `begin` on, in pieces of 1, 2, 4, … rows.
+    """Writes `count` rows of a block, from row `begin` on, in pieces of 1, 2, 4, … rows."""
 
-    The TMA unit needs to know the size of each piece when the kernel is compiled.
-    """
-
+    # The TMA unit needs to know the size of each piece when the kernel is compiled.
     def copy(staged: _Value, ref: _Value) -> None:
         at, length = begin, out.shape[0] // 2
         while length:
