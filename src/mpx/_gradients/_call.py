@@ -97,14 +97,14 @@ class Call:
                     "Pass the model or its parameters there, or set `argnums`."
                 )
         self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
-        arrays = {
+        replaced: dict[str, PyTree] = {
             name: node
             for trees in (diff, self._static)
             for argument, tree in trees.items()
             for name, node in _nodes(tree, argument)
             if _is_equinox_state(node) or (is_statistic(name) and is_array(node))
         }
-        self.state = State(rest, arrays)
+        self.state = State(rest, replaced)
 
     @property
     def low(self) -> np.dtype | None:
@@ -278,12 +278,8 @@ def _fill_slots(
     arrays: PyTree, static: PyTree, params: Mapping[LeafName, PyTree]
 ) -> PyTree:
     """Puts the parameters of NNX objects where their slots are in the static part."""
-    return jax.tree.map(
-        lambda node, array: params[node.name] if _nnx.is_slot(node) else array,
-        static,
-        arrays,
-        is_leaf=is_none,
-    )
+    fill = lambda node, x: params[node.name] if _nnx.is_slot(node) else x  # noqa: E731
+    return jax.tree.map(fill, static, arrays, is_leaf=is_none)
 
 
 def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:

@@ -143,9 +143,7 @@ def transformed(
     check_function(func)
 
     @functools.wraps(func)
-    def wrapper(
-        scaling: LossScaling, /, *args: PyTree, **kwargs: PyTree
-    ) -> GradResult[Any, LossScaling]:
+    def wrapper(scaling: LossScaling, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_scaling(scaling)
         warn_of_constant_scaling(scaling)
         step = make_step(func, options.for_call(func, scaling), args, kwargs)
@@ -210,9 +208,15 @@ def filter_value_and_grad(
 ) -> Callable[P, Any]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
-    It takes the arguments of `filter_grad`. The returned function returns `(value,
-    scaling, grads_finite, grads)`, where `value` is the loss that `func` returned, as in
-    `GradResult`, or `(loss, aux)` if `has_aux`.
+    The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
+    is the loss that `func` returned, as in `GradResult`, or `(loss, aux)` if `has_aux`.
+
+    Args:
+        func: The loss function. This and the others are as in `filter_grad`.
+        scaling: The loss scaling.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast, scaled or checked.
+        **options: Options of `value_and_grad`.
 
     Examples:
         >>> from mpx import DynamicLossScaling
@@ -241,9 +245,14 @@ def calculate_scaled_grad(
     """Computes loss and gradients that are still scaled, in half precision.
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
-    adjust by themselves, and takes the arguments of `filter_grad`. The returned function
-    returns `(value, grads)`, with `(value, aux)` for the first if `has_aux`; `value` is the
-    scaled loss in f32.
+    adjust by themselves. The returned function returns `(value, grads)`, with
+    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
+
+    Args:
+        func: The loss function. This and the others are as in `filter_grad`.
+        scaling: The loss scaling.
+        has_aux: Whether `func` returns a pair `(loss, aux)`.
+        use_mixed_precision: If false, nothing is cast or scaled.
 
     Examples:
         >>> from mpx import StaticLossScaling

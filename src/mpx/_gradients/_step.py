@@ -226,9 +226,7 @@ class Step:
         has_aux, reduce = self.options.has_aux, self.options.policy.reduce_dtype
         reduce = reduce if self.shards is None else None  # mpx sums over these
 
-        def scaled_loss(
-            diff: tuple[PyTree, ...], scales: PyTree
-        ) -> tuple[Array, tuple[Array, PyTree, State]]:
+        def scaled_loss(diff: PyTree, scales: PyTree) -> tuple[Array, PyTree]:
             out, after = call.run(diff, state, scales)
             loss, aux = loss_and_aux(out, has_aux)
             return scaling.scale(loss), (loss, self._arrays_of(aux, call), after)
@@ -286,10 +284,8 @@ class Step:
     def commit(self, arrays: PyTree, state: State) -> PyTree:
         """Puts a state into effect, and returns `aux` as the function returned it."""
         self.call.commit(state)
-        return jax.tree.map(
-            lambda x: state.arrays[x.name] if isinstance(x, _InState) else x,
-            eqx.combine(arrays, self._static),
-        )
+        find = lambda x: state.arrays[x.name] if isinstance(x, _InState) else x  # noqa: E731
+        return jax.tree.map(find, eqx.combine(arrays, self._static))
 
     def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
@@ -311,9 +307,7 @@ class Step:
         aux = self.commit(result.aux, after)
         return GradResult(result.value, aux, grads, scaling, finite, fp8)
 
-    def _attempt(
-        self, scaling: LossScaling
-    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+    def _attempt(self, scaling: LossScaling) -> tuple[Evaluation, LossScaling, Array]:
         """Evaluates, reduces over devices, unscales and checks."""
         result = self.run(scaling)
         if self.axis_name is not None:

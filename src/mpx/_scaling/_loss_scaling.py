@@ -1,8 +1,4 @@
-"""Loss scaling: none, static, dynamic.
-
-The loss is multiplied by a scale before differentiation, and the gradients are divided by it
-afterwards, so that those survive that would vanish in f16.
-"""
+"""Loss scaling: none, static, dynamic."""
 
 import functools
 import math
@@ -46,11 +42,7 @@ class LossScaling(eqx.Module):
     made_of_constants = False
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating and complex leaves by the scale, in f32 or wider.
-
-        16-bit leaves come back as f32, since the product may not fit into 16 bits; what
-        is no such leaf comes back as it is.
-        """
+        """Multiplies floating and complex leaves by the scale, in f32 or wider."""
         return _map_wide(lambda x: x * self.loss_scaling.astype(x.dtype), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
@@ -79,6 +71,9 @@ class LossScaling(eqx.Module):
 class StaticLossScaling(LossScaling):
     """A loss scale that never changes.
 
+    Attributes:
+        loss_scaling: The scale, positive and finite; a power of two makes scaling exact.
+
     Examples:
         >>> StaticLossScaling(1024.0).scale(jnp.float16(100.0))
         Array(102400., dtype=float32)
@@ -87,7 +82,7 @@ class StaticLossScaling(LossScaling):
     loss_scaling: Float[Array, "*batch"]
 
     def __init__(self, loss_scaling: PyTree) -> None:
-        """Stores a positive finite scalar as f32; powers of two make scaling exact."""
+        """Stores the scale as f32."""
         self.loss_scaling = _scale(loss_scaling, "loss_scaling")
 
 
@@ -98,6 +93,9 @@ class NoLossScaling(LossScaling):
         >>> NoLossScaling().scale({"loss": jnp.float32(2.0)})
         {'loss': Array(2., dtype=float32)}
     """
+
+    def __init__(self) -> None:
+        """Takes no arguments."""
 
     @property
     def loss_scaling(self) -> Float[Array, ""]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -289,8 +287,10 @@ class DynamicLossScaling(LossScaling):
 def default_loss_scaling(dtype: DTypeLike | None = None) -> LossScaling:
     """Returns the loss scaling that a compute dtype needs.
 
-    It is `DynamicLossScaling.pow2()` for f16, whose smallest normal number is 6e-5, and
-    `NoLossScaling()` for bf16, f32 and f64; `None` is the configured half precision.
+    It is `DynamicLossScaling.pow2()` for f16, and `NoLossScaling()` for bf16, f32 and f64.
+
+    Args:
+        dtype: The compute dtype; `None` is the configured half precision.
 
     Examples:
         >>> default_loss_scaling("bf16")
@@ -305,7 +305,10 @@ def scaled(
 ) -> Callable[P, R]:
     """Returns `func` with its result multiplied by the loss scale.
 
-    With `has_aux`, `func` returns a pair of which only the first is scaled.
+    Args:
+        func: A function whose result is a loss, or any pytree.
+        scaling: A loss scaling.
+        has_aux: Whether `func` returns a pair of which only the first is scaled.
 
     Examples:
         >>> scaled(lambda x: x, StaticLossScaling(8.0))(jnp.float32(2.0))

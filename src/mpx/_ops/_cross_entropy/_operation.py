@@ -68,8 +68,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
             and `eqx.nn.Linear`, 1 for the kernels of Flax and Haiku.
         axis_name: The mesh axis over which `weight` and `bias` are split along the
             vocabulary, inside `jax.shard_map`. Labels count through all parts.
-        chunks: The number of parts of the vocabulary. By default a chunk has at most 2²⁶
-            logits for each device.
+        chunks: The number of parts of the vocabulary; by default of 2²⁶ logits a device.
 
     Raises:
         ValueError: If shapes do not fit, or an option has an unknown value.

@@ -91,9 +91,7 @@ def _types(hidden: Aval, weight: Aval, *rest: Aval, head: Head) -> list[Aval]:
     return [*found, weight, typed_like(hidden, (chunks.count, chunks.kept), head.wide)]
 
 
-def _jvp(
-    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, head: Head
-) -> tuple[list[PyTree], list[PyTree]]:
+def _jvp(primals: PyTree, tangents: PyTree, *, head: Head) -> tuple[PyTree, PyTree]:
     given = _opened(head, tangents)[0]
     zeros = (type(None), _jax.Zero)
     wrt = tuple(i for i, x in enumerate(given[:3]) if not isinstance(x, zeros))

@@ -19,7 +19,6 @@ groups are never multiplied, for they may be nan.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -292,9 +291,7 @@ def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) ->
     return typed_like(a, shape, dtype)
 
 
-def _jvp(
-    primals: Sequence[Array], tangents: Sequence[PyTree], **params: PyTree
-) -> tuple[Array, PyTree]:
+def _jvp(primals: PyTree, tangents: PyTree, **params: PyTree) -> tuple[Array, PyTree]:
     a, b, sizes = primals
     out = grouped_p.bind(a, b, sizes, **params)
     parts = [
