@@ -386,6 +386,7 @@ def test_mistake_is_explained(calls, error, match):
             mistake()
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("scaling", [None, 8.0, jnp.ones(3), "dynamic", dict])
 def test_wrong_scaling_is_refused(scaling):
     match = r"must be a loss scaling such as.*but .* was given"
