@@ -494,8 +494,8 @@ BREAKS = [
     Break(
         "groups end one row late",
         "_ops",
-        "index[:, None] >= ends[None]",
-        "index[:, None] > ends[None]",
+        "index[:, None] >= last[None]",
+        "index[:, None] > last[None]",
         "experts",
         "",
     ),
