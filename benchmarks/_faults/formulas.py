@@ -11,7 +11,6 @@ from _faults.table import (
     BF16,
     F16,
     backward,
-    cross_entropy,
     healthy,
     linear,
     mlp,
@@ -26,23 +25,6 @@ X = normal(1, 6, 8)
 W, WIDE = {"w": weight(0, 8, 8)}, {"w": weight(0, 8, 16)}
 
 # --- the forward pass -------------------------------------------------------------------
-
-
-@planted(
-    "overflow",
-    weights(16, *ATTENTION, scale=2.0),
-    normal(9, 2, 12, 16),
-    how=F16,
-    path="attention/softmax",
-)
-def softmax_without_shift(params, x):
-    with jax.named_scope("attention"):
-        q, k, v = (x @ params[name] for name in ATTENTION)
-        with jax.named_scope("softmax"):
-            e = jnp.exp(q @ k.swapaxes(-1, -2) / 4)  # <- softmax_without_shift
-            p = e / e.sum(-1, keepdims=True)
-        out = p @ v
-    return jnp.mean(jnp.square(out))
 
 
 @planted("overflow", mlp(0, 8, 32, 10), normal(3, 16, 8, scale=3), path="head")
@@ -64,31 +46,6 @@ def variance_from_squares(params, x):
 
     h = linear(params["layer0"], x) + 40
     return jnp.mean(linear(params["layer1"], norm(h))[:, 0] ** 2)
-
-
-@planted(
-    "cancellation",
-    {"w": weight(0, 6, 12), "scale": jnp.ones(12), "head": weight(1, 12, 1)},
-    normal(2, 32, 6),
-    how=F16,
-    path="batch_norm",
-)
-def variance_from_squares_in_f16(params, x):
-    x = x @ params["w"] + 90.0
-    with jax.named_scope("batch_norm"):
-        second = jnp.mean(jnp.square(x), axis=0)
-        first = jnp.mean(x, axis=0)
-        spread = second - jnp.square(first)  # <- variance_from_squares_in_f16
-        h = (x - first) / jnp.sqrt(spread + 1e-3) * params["scale"]
-    return jnp.mean(jax.nn.softplus(h @ params["head"]))
-
-
-@planted("overflow", W, normal(1, 4, 8), how=F16, path="energy")
-def large_constant(params, x):
-    def energy(h):
-        return 1e3 * h * 500.0  # <- large_constant
-
-    return jnp.mean(jnp.tanh(energy(x @ params["w"]) * 1e-5))
 
 
 @planted("constant", W, normal(1, 4, 8), how=F16, path="penalty")
@@ -117,15 +74,6 @@ def norm_of_small_numbers(params, x):
 
     h = x @ params["w"] * 1e-4
     return jnp.mean((h / norm_of(h))[:, 0])
-
-
-@planted("overflow", {**WIDE, "out": weight(1, 16, 4)}, X, how=F16, path="rms")
-def squares_beyond_f16(params, x):
-    with jax.named_scope("block0/rms"):
-        h = x @ params["w"] * 300
-        power = jnp.square(h)  # <- squares_beyond_f16
-        h = h * jax.lax.rsqrt(power.mean(-1, keepdims=True) + 1e-6)
-    return jnp.mean(jnp.square(h @ params["out"]))
 
 
 @planted("constant", WIDE, X.at[2].set(0.0), how=F16, path="layer_norm")
@@ -171,13 +119,6 @@ def row_masked_completely(params, x, mask):
     scores = (x @ params["wq"]) @ (x @ params["wk"]).swapaxes(-1, -2)
     masked = jnp.where(mask, scores, -jnp.inf)  # <- row_masked_completely
     return jnp.mean(jnp.square(jax.nn.softmax(masked, -1) @ x))
-
-
-@planted("constant nan", QK, TOKENS, jnp.ones((6, 6), bool).at[4].set(False), how=F16)
-def fill_value_beyond_f16(params, x, mask):
-    scores = (x @ params["wq"]) @ (x @ params["wk"]).swapaxes(-1, -2)
-    scores = jnp.where(mask, scores, -1e9)  # <- fill_value_beyond_f16
-    return jnp.mean(jnp.square(jax.nn.softmax(scores, -1) @ x))
 
 
 @planted("constant nan overflow", QK, TOKENS, jnp.tril(jnp.ones((6, 6))), how=F16)
@@ -263,47 +204,10 @@ def finite_difference_in_bf16(params, x):
     return jnp.mean(jnp.square(finite_difference(f, x)))
 
 
-@planted("overflow nan", WIDE, X, how=F16)
-def cube_in_own_gelu(params, x):
-    h = x @ params["w"] * 250
-    inner = h + 0.044715 * h**3  # <- cube_in_own_gelu
-    return jnp.mean(0.5 * h * (1 + jnp.tanh(0.79788 * inner)))
-
-
-@planted("overflow", mlp(7, 10, 24, 12), normal(3, 20, 10), how=F16)
-def logsumexp_without_shift(params, x):
-    z = linear(params["layer1"], jnp.tanh(linear(params["layer0"], x))) * 9
-    total = jnp.log(jnp.sum(jnp.exp(z), -1))  # <- logsumexp_without_shift
-    return jnp.mean(total - z[jnp.arange(20), jnp.arange(20) % 12])
-
-
-@planted("overflow", W, X, how=F16, path="softplus_by_hand")
-def own_softplus_under_amp_low(params, x):
-    def softplus_by_hand(x):
-        return jnp.log(1 + jnp.exp(x))  # <- own_softplus_under_amp_low
-
-    return jnp.mean(softplus_by_hand(x @ params["w"] * 30))
-
-
 @planted("precision", {"table": normal(0, 600, 4)}, normal(1, 600, 4), how=BF16)
 def positions_in_bf16_as_indices(params, x):
     position = jnp.arange(600).astype(x.dtype)  # <- positions_in_bf16_as_indices
     return jnp.mean(jnp.square(x + params["table"][position.astype(jnp.int32)]))
-
-
-@planted(
-    "overflow",
-    {**mlp(0, 16, 64), "head": weight(5, 64, 8, scale=9000.0)},
-    normal(1, 12, 16, scale=6),
-    how=mpx.amp(dtype="f16"),
-    scaling=mpx.StaticLossScaling(2.0),
-    path="head",
-)
-def logits_beyond_f16_in_cross_entropy(params, x):
-    h = jax.nn.relu(linear(params["layer0"], x))
-    with jax.named_scope("head"):
-        logits = h @ params["head"]  # <- logits_beyond_f16_in_cross_entropy
-    return cross_entropy(logits, jnp.arange(12) % 8)
 
 
 # --- the backward pass: the loss is fine, mostly ----------------------------------------
@@ -330,12 +234,6 @@ def where_after_the_pole(params, x):
 def norm_at_zero(params, x):
     decay = jnp.linalg.norm(params["bias"])  # <- norm_at_zero
     return jnp.mean(jnp.square(x @ params["w"] + params["bias"])) + 1e-3 * decay
-
-
-@backward("singularity nan", mlp(0, 4, 5), normal(1, 9, 4).at[5].set(0.0))
-def fractional_power_at_zero(params, x):
-    h = jnp.square(linear(params["layer0"], x))
-    return jnp.mean(h**0.5)  # <- fractional_power_at_zero
 
 
 @backward(
@@ -377,12 +275,6 @@ def loss_scale_too_large(params, x):
     return jnp.mean(jnp.square(out.astype(jnp.float32)))  # <- loss_scale_too_large
 
 
-@planted("constant", SQUARE, normal(1, 10, 4).at[3].set(0.0), how=F16)
-def reciprocal_of_small_numbers(params, x):
-    h = jnp.abs(x @ params["w"])
-    return jnp.sum(jnp.log(h + 6e-6))  # <- reciprocal_of_small_numbers
-
-
 @planted("singularity nan", W, normal(1, 10, 8), path="entropy")
 def zero_times_log_of_zero(params, x):
     def entropy(p):
@@ -400,22 +292,6 @@ def division_by_zero(params, x, counts):
 @planted("input", mlp(0, 4, 4), SMALL.at[2, 1].set(jnp.nan), path="x")
 def nan_in_the_batch(params, x):  # <- nan_in_the_batch
     return jnp.mean(jnp.square(linear(params["layer0"], x)))
-
-
-@backward("overflow singularity", {"v": normal(0, 8) * 0.001}, X, how=F16)
-def normalising_a_small_vector(params, x):
-    v = params["v"]
-    direction = v / jnp.sqrt(jnp.sum(v * v) + 1e-7)  # <- normalising_a_small_vector
-    return jnp.mean(jnp.tanh(x @ direction * 1e4))
-
-
-@planted(
-    "underflow overflow singularity nan", {"enc": W["w"]}, normal(1, 20, 8), how=F16
-)
-def exponential_of_a_log_variance(params, x):
-    mean, logvar = jnp.split(x @ params["enc"], 2, -1)
-    var = jnp.exp(logvar * 12)  # <- exponential_of_a_log_variance
-    return 0.5 * jnp.mean(mean**2 + var - 1 - logvar * 12)
 
 
 # --- every number finite, and a result that is 5 to 100 % off ---------------------------

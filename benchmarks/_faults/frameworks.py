@@ -23,24 +23,6 @@ def mean_square(model, x):
 # --- Equinox ----------------------------------------------------------------------------
 
 
-class Attention(eqx.Module):
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-
-    def __call__(self, x):
-        q, k, v = (jax.vmap(layer)(x) for layer in (self.query, self.key, self.value))
-        e = jnp.exp(q @ k.T * 12)  # <- equinox_softmax_without_shift
-        return (e / e.sum(-1, keepdims=True)) @ v
-
-
-@planted("overflow", path="key/weight")
-def equinox_softmax_without_shift():
-    keys = jax.random.split(jax.random.key(0), 3)
-    layers = (eqx.nn.Linear(12, 12, use_bias=False, key=k) for k in keys)
-    return Case(F16(mean_square), (Attention(*layers), normal(1, 2, 24, 12) * 2))
-
-
 class Norm(eqx.Module):
     linear: eqx.nn.Linear
     head: eqx.nn.Linear
@@ -97,25 +79,6 @@ def equinox_growing_gru():
 # --- NNX --------------------------------------------------------------------------------
 
 
-class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(12, 48, rngs=rngs)
-        self.down = nnx.Linear(48, 12, rngs=rngs)
-
-    def __call__(self, x):
-        h = self.up(x)
-        gate = jnp.exp(h * 6)  # <- nnx_exp_in_a_block
-        return x + self.down(h * gate / (1 + gate))
-
-
-@planted("overflow", path="up")
-def nnx_exp_in_a_block():
-    rngs = nnx.Rngs(0)
-    graph, state = nnx.split(nnx.Sequential(Block(rngs), Block(rngs)))
-    loss = lambda s, x: jnp.mean(jnp.square(nnx.merge(graph, s)(x)))  # noqa: E731
-    return Case(F16(loss), (state, X * 2))
-
-
 class Head(nnx.Module):
     def __init__(self, rngs):
         self.body = nnx.Linear(12, 32, rngs=rngs)
@@ -164,21 +127,6 @@ def linen_case(model, wrap, args, change=lambda w: w, scaling=None):
     return Case(wrap(loss), (params, *args), scaling)
 
 
-class LinenAttention(nn.Module):
-    @nn.compact
-    def __call__(self, x, mask):
-        q, k = nn.Dense(12, name="q")(x), nn.Dense(12, name="k")(x)
-        scores = q @ k.swapaxes(-1, -2)
-        scores = jnp.where(mask, scores, -jnp.inf)  # <- linen_row_masked_completely
-        return jax.nn.softmax(scores) @ x
-
-
-@planted("constant nan", path="LinenAttention")
-def linen_row_masked_completely():
-    mask = jnp.tril(jnp.ones((24, 24), bool)).at[0].set(False)
-    return linen_case(LinenAttention(), mpx.amp, (normal(1, 2, 24, 12), mask))
-
-
 class LinenNorm(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -216,15 +164,6 @@ if importlib.util.find_spec("haiku") is not None:
         params = model.init(jax.random.key(0), batch[0])
         loss = lambda p, x, *more: score(model.apply(p, x), *more)  # noqa: E731
         return Case(wrap(loss), (params, *batch), scaling)
-
-    @planted("overflow", path="proj")
-    def haiku_exp_of_logits():
-        def forward(x):
-            h = jax.nn.relu(hk.Linear(24, name="proj")(x))
-            e = jnp.exp(h * 9)  # <- haiku_exp_of_logits
-            return e / (e + 1)
-
-        return haiku_case(forward, F16, jnp.mean, X)
 
     @planted("overflow", path="head")
     def haiku_gain_under_amp():

@@ -19,7 +19,7 @@ from _faults.table import (
     normal,
     weight,
 )
-from _models import cast, make_task
+from _models import make_task
 
 AMP16 = mpx.amp(dtype="f16")
 
@@ -184,13 +184,6 @@ def straight_through_estimator_bf16(params, x):
     return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
 
-@routes("amp_bf16")
-def equinox_mlp():
-    net = eqx.nn.MLP(12, 4, 32, 3, key=jax.random.key(0))
-    loss = lambda m, x, y: cross_entropy(jax.vmap(m)(x), y)  # noqa: E731
-    return loss, (net, normal(1, 16, 12), jnp.arange(16) % 4)
-
-
 @healthy()
 def equinox_attention_f16():
     """With a bias in its keys, whose gradient is exactly zero."""
@@ -202,18 +195,6 @@ def equinox_attention_f16():
 
     args = net, normal(1, 4, 10, 32)
     return Case(AMP16(loss), args, mpx.DynamicLossScaling.pow2())
-
-
-@healthy()
-def equinox_gru_policy_bf16():
-    def loss(model, xs):
-        model, xs = cast((model, xs), jnp.bfloat16)
-        step = lambda h, z: (model(z, h), None)  # noqa: E731
-        run = lambda x: jax.lax.scan(step, jnp.zeros(16, x.dtype), x)[0]  # noqa: E731
-        return jnp.mean(jnp.square(jax.vmap(run)(xs)).astype(jnp.float32))
-
-    cell = eqx.nn.GRUCell(8, 16, key=jax.random.key(0))
-    return Case(loss, (cell, normal(1, 4, 12, 8)))
 
 
 class Net(nnx.Module):
@@ -231,19 +212,3 @@ class Net(nnx.Module):
 def nnx_cnn():
     loss = lambda model, x, y: cross_entropy(model(x), y)  # noqa: E731
     return loss, (Net(nnx.Rngs(0)), normal(1, 8, 8, 8, 3), jnp.arange(8) % 5)
-
-
-class Encoder(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(2):
-            h = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(h)
-            h = nn.Dense(64)(nn.LayerNorm()(x))
-            x = x + nn.Dense(32)(nn.gelu(h))
-        return nn.Dense(5)(nn.LayerNorm()(x).mean(1))
-
-
-@routes("amp_bf16", "amp_f16", "fp8")
-def linen_vit():
-    return of_linen(Encoder(), normal(1, 4, 9, 32), 5)

@@ -23,7 +23,6 @@ from _faults.table import (
 
 AMP16 = mpx.amp(dtype="f16")
 W, X = {"w": weight(0, 8, 8)}, normal(1, 10, 8)
-SMALL = {"w": weight(0, 4, 4)}
 
 
 @planted("accumulation precision", W, normal(1, 200, 8), how=BF16, path="step")
@@ -33,51 +32,6 @@ def sum_in_a_bf16_carry(params, x):
 
     h = jax.nn.softplus(x @ params["w"])
     return jax.lax.scan(step, jnp.zeros((), x.dtype), h.reshape(-1))[0] / h.size
-
-
-@planted(
-    "accumulation precision",
-    {"w": weight(0, 4, 4, scale=0.2)},
-    normal(1, 1500, 4),
-    how=BF16,
-    path="step",
-)
-def moving_average_in_bf16(params, x):
-    def step(mean, row):
-        return mean * 0.999 + row * 0.001, None  # <- moving_average_in_bf16
-
-    h = x @ params["w"] + 1
-    return jnp.mean(jnp.square(jax.lax.scan(step, h[0] + 1, h)[0]))
-
-
-@planted(
-    "accumulation precision", {"w": weight(0, 4, 1)}, normal(1, 900, 4), path="step"
-)
-def counter_above_256_in_bf16(params, x):
-    def step(n, m):
-        return n + m.astype(jnp.bfloat16), None  # <- counter_above_256_in_bf16
-
-    count, _ = jax.lax.scan(step, jnp.bfloat16(0), jnp.ones(900, bool))
-    return jnp.sum(jnp.square(x @ params["w"])) / count.astype(jnp.float32)
-
-
-@planted(
-    "overflow",
-    {"w": weight(0, 6, 16, 16).at[4].multiply(60000.0), "out": weight(1, 16, 2)},
-    normal(2, 4, 16),
-    how=AMP16,
-    scaling=mpx.StaticLossScaling(4.0),
-    path="layers",
-)
-def overflow_in_one_layer_of_a_scan(params, x):
-    def layer(h, w):
-        with jax.named_scope("layers"):
-            h = h @ w  # <- overflow_in_one_layer_of_a_scan
-            h = h * jax.lax.rsqrt(jnp.mean(jnp.square(h)))
-        return h, None
-
-    h, _ = jax.lax.scan(layer, x, params["w"])
-    return jnp.mean(jnp.square(h @ params["out"]))
 
 
 @planted(
@@ -116,28 +70,6 @@ def variance_in_a_remat(params, x):
         return (h - m) / jnp.sqrt(jnp.abs(v) + 1e-5)
 
     return jnp.mean(jnp.tanh(block(params["layer0"], x) @ params["layer1"]["w"]))
-
-
-@planted("overflow", W, X, how=F16, path="one")
-def overflow_in_a_vmap(params, x):
-    def one(p, x):
-        h = jnp.tanh(x @ p["w"])
-        return jnp.sum(jnp.square(h * 900))  # <- overflow_in_a_vmap
-
-    return jnp.mean(jax.vmap(one, (None, 0))(params, x)) / 1e6
-
-
-@planted("underflow cancellation singularity precision", W, X, how=F16, path="body")
-def newton_in_a_while(params, x):
-    h = jax.nn.softplus(x @ params["w"]) + 1
-    square = jax.lax.stop_gradient(h)
-
-    def body(state):
-        i, y = state
-        rise = jnp.square(y + 1e-4) - jnp.square(y)  # <- newton_in_a_while
-        return i + 1, y - (jnp.square(y) - square) / (rise / 1e-4)
-
-    return jnp.mean(h / jax.lax.while_loop(lambda s: s[0] < 5, body, (0, square))[1])
 
 
 @planted("accumulation precision", W, X, path="<lambda>")
@@ -201,31 +133,6 @@ def overflow_in_nested_scans(params, x):
         return h * 1e-3, None
 
     return jnp.mean(jnp.log(jax.lax.scan(deep, x, params["w"])[0] + 1))
-
-
-@planted(
-    "overflow",
-    {"wh": jnp.eye(8) * 1.7, "wx": weight(0, 4, 8)},
-    normal(1, 40, 3, 4),
-    how=F16,
-    path="wh",
-)
-def growing_state_of_an_rnn(params, xs):
-    def cell(h, x):
-        h = h @ params["wh"] + x @ params["wx"]  # <- growing_state_of_an_rnn
-        return h, None
-
-    h, _ = jax.lax.scan(cell, jnp.zeros((3, 8), xs.dtype), xs)
-    return jnp.mean(jnp.tanh(h * 1e-6))
-
-
-@planted("accumulation precision", SMALL, normal(1, 700, 4), how=BF16)
-def sum_in_an_unrolled_loop(params, x):
-    h = jax.nn.sigmoid(x @ params["w"]) + 1
-    acc = jnp.zeros_like(h[0])
-    for i in range(x.shape[0]):
-        acc = acc + h[i]  # <- sum_in_an_unrolled_loop
-    return jnp.mean(acc) / x.shape[0]
 
 
 @planted(
@@ -304,21 +211,6 @@ def scale_too_large_under_amp(params, x):
     h = jax.nn.relu(linear(params["layer0"], x))
     out = h @ params["layer1"]["w"]
     return jnp.sum(jnp.square(out))  # <- scale_too_large_under_amp
-
-
-@planted(
-    "overflow",
-    {"w": weight(0, 8, 16), "out": weight(1, 16, 2)},
-    normal(4, 8, 8, scale=3),
-    how=AMP16,
-    scaling=2.0,
-    path="gain",
-)
-def gain_beyond_f16_under_amp(params, x):
-    h = x @ params["w"]
-    with jax.named_scope("gain"):
-        h = h * 3e4  # <- gain_beyond_f16_under_amp
-    return jnp.mean(jax.nn.sigmoid(h @ params["out"] * 1e-5))
 
 
 @planted(
