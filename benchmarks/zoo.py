@@ -12,14 +12,14 @@ route fails, or ends elsewhere than f32, and no note of the model says why.
 """
 
 import concurrent.futures
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from _measure import read_options
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+from _measure import end_child, read_options, run_child
 from _zoo import REGISTRY
 from _zoo.page import Row, summary, unexplained, write
 from _zoo.routes import ROUTES
@@ -41,7 +41,7 @@ def main():
     if args.child:
         from _zoo.measure import measure
 
-        return measure(args.child, routes)
+        return end_child({"cells": measure(args.child, routes)})
     if args.write and (args.only or args.routes):
         sys.exit("--write needs all models and routes")
     parts = args.only.lower().split(",")
@@ -50,7 +50,7 @@ def main():
         return attention(names)
     rows, start = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        started = [pool.submit(run_child, name, routes) for name in names]
+        started = [pool.submit(run_model, name, routes) for name in names]
         for future in concurrent.futures.as_completed(started):
             rows.append(future.result())
             took = time.monotonic() - start
@@ -84,25 +84,13 @@ def attention(names):
     return int(worse > 0)
 
 
-def run_child(name, routes):
+def run_model(name, routes):
     """Measures one model in a process of its own."""
-    started, reason = time.monotonic(), f"no result in {LIMIT} s"
-    command = [sys.executable, __file__, "--child", name, "--routes", ",".join(routes)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, env=env, timeout=LIMIT, check=False
-        )
-        said = done.stdout
-        last = (done.stdout + done.stderr).decode().splitlines()[-3:]
-        reason = f"the process ended with {done.returncode}: {' '.join(last)}"
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
-    lines = [x for x in said.decode().splitlines() if x.startswith('{"cell"')]
-    cells = {cell.pop("cell"): cell for cell in map(json.loads, lines)}
-    reason = cells.get("make", {}).get("error", reason)
-    cells = {route: {"error": reason} for route in routes} | cells
-    return Row(name, cells, round(time.monotonic() - started, 1))
+    record = run_child(name, timeout=LIMIT)
+    if "error" in record:  # in one line of the table
+        error = {"error": " ".join(record["error"].split())[-300:]}
+        return Row(name, dict.fromkeys(routes, error), LIMIT)
+    return Row(name, record["cells"], record["wall_s"])
 
 
 if __name__ == "__main__":
