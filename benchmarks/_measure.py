@@ -302,15 +302,20 @@ def planned_memory(program):
 
 def count_dots(jaxpr):
     """Counts the matmuls of a jaxpr by operand dtype, nested jaxprs included."""
-    counts = collections.Counter()
+    dots = (x for x, _ in equations(jaxpr) if x.primitive.name == "dot_general")
+    operands = ({str(variable.aval.dtype) for variable in x.invars} for x in dots)
+    return collections.Counter("×".join(sorted(x)) for x in operands)
+
+
+def equations(jaxpr, runs=1):
+    """Yields the equations of a jaxpr and of those inside, and how often scans run them."""
+    is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == "dot_general":
-            operands = {str(variable.aval.dtype) for variable in equation.invars}
-            counts["×".join(sorted(operands))] += 1
-        is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
+        yield equation, runs
+        times = runs * equation.params.get("length", 1)
         inside = jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr)
-        counts += sum(map(count_dots, filter(is_jaxpr, inside)), collections.Counter())
-    return counts
+        for inner in filter(is_jaxpr, inside):
+            yield from equations(inner, times)
 
 
 def peak_bytes():

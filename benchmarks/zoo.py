@@ -19,9 +19,9 @@ from pathlib import Path
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
-from _measure import end_child, read_options, run_child
+from _measure import end_child, pick, read_options, run_child
 from _zoo import REGISTRY
-from _zoo.page import Row, summary, unexplained, write
+from _zoo.page import Row, count, tables, unexplained, write
 from _zoo.routes import ROUTES
 
 WORSE = 1.1  # errors of roundings differ by chance
@@ -35,9 +35,9 @@ def main():
         __doc__, f"only= routes=str jobs={os.cpu_count() or 1} write attention"
     )
     routes = args.routes.split(",") if args.routes else ROUTES
-    if unknown := set(routes) - set(ROUTES):
-        sys.exit(f"no such routes: {', '.join(sorted(unknown))}")
-    routes = [x for x in ROUTES if x in routes or x == "f32"]
+    routes = [
+        x for x in ROUTES if x in pick(dict.fromkeys(ROUTES), routes) or x == "f32"
+    ]
     if args.child:
         from _zoo.measure import measure
 
@@ -56,7 +56,7 @@ def main():
             took = time.monotonic() - start
             print(f"[{took:4.0f} s] {rows[-1].progress()}", flush=True)
     rows.sort(key=lambda row: names.index(row.name))
-    print("\n" + summary(rows))
+    print("", *tables(rows), count(rows), sep="\n")
     if args.write:
         write(PAGE, rows)
     missing = unexplained(rows)

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mpx
 from _faults.table import (
@@ -54,16 +53,6 @@ def constant_beyond_f16(params, x):
     with jax.named_scope("penalty"):
         cost = jax.nn.relu(h - 1) * 1e6  # <- constant_beyond_f16
     return jnp.mean(cost) * 1e-6 + jnp.mean(h)
-
-
-ENERGIES = np.array([1.0, 2e3, 7e4, 3e5], np.float32)
-
-
-@planted("overflow", {"w": weight(0, 8, 4)}, normal(1, 4, 8), how=F16, path="table")
-def large_table_cast_to_f16(params, x):
-    with jax.named_scope("table"):
-        scaled = jnp.asarray(ENERGIES).astype(x.dtype)  # <- large_table_cast_to_f16
-    return jnp.mean(jax.nn.sigmoid((x @ params["w"]) * scaled))
 
 
 @planted("underflow", WIDE, X, how=F16, path="norm_of")
@@ -166,12 +155,6 @@ def log_of_one_minus_sigmoid(params, x):
         return -jnp.mean(jnp.log(q))
 
 
-@planted("overflow underflow", {"w": weight(0, 8, 40)}, normal(1, 5, 8), how=F16)
-def product_of_many(params, x):
-    h = jnp.exp(x @ params["w"] * 0.1 + 1)
-    return jnp.mean(jnp.prod(h, -1) ** (1 / 40))  # <- product_of_many
-
-
 @planted("nan singularity", {"w": jnp.eye(12) * 3}, normal(1, 40, 12), how=BF16)
 def cosine_beyond_one(params, x):
     a = x @ params["w"]
@@ -179,14 +162,6 @@ def cosine_beyond_one(params, x):
         v / jnp.linalg.norm(v, axis=-1, keepdims=True) for v in (a, a * 1.5 + 0.25 * x)
     )
     return jnp.mean(jnp.arccos(jnp.sum(a * b, -1) + 0.004))  # <- cosine_beyond_one
-
-
-@planted("cancellation", {"w": weight(0, 6, 8)}, normal(1, 10, 6), how=BF16)
-def squared_distances_by_expansion(params, x):
-    h = x @ params["w"] + 25
-    sq = jnp.sum(h * h, -1)
-    d = sq[:, None] + sq[None, :] - 2 * h @ h.T  # <- squared_distances_by_expansion
-    return jnp.mean(jnp.exp(-d / 16))
 
 
 @planted(
@@ -202,12 +177,6 @@ def finite_difference_in_bf16(params, x):
 
     f = lambda z: jnp.tanh(z @ params["w"] + 2.0)  # noqa: E731
     return jnp.mean(jnp.square(finite_difference(f, x)))
-
-
-@planted("precision", {"table": normal(0, 600, 4)}, normal(1, 600, 4), how=BF16)
-def positions_in_bf16_as_indices(params, x):
-    position = jnp.arange(600).astype(x.dtype)  # <- positions_in_bf16_as_indices
-    return jnp.mean(jnp.square(x + params["table"][position.astype(jnp.int32)]))
 
 
 # --- the backward pass: the loss is fine, mostly ----------------------------------------
@@ -255,12 +224,6 @@ def std_of_equal_numbers(params, x):
 def tiny_gradients_in_f16(params, x):
     h = jnp.tanh(x @ params["w"])
     return jnp.mean(h @ params["out"])  # <- tiny_gradients_in_f16
-
-
-@backward("underflow cancellation", {"w": weight(0, 8, 4)}, normal(2, 64, 8), how=F16)
-def saturated_gradients_in_f16(params, x):
-    h = x @ params["w"] + 13
-    return jnp.mean(jax.nn.sigmoid(h))  # <- saturated_gradients_in_f16
 
 
 @backward(

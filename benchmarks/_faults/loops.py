@@ -25,15 +25,6 @@ AMP16 = mpx.amp(dtype="f16")
 W, X = {"w": weight(0, 8, 8)}, normal(1, 10, 8)
 
 
-@planted("accumulation precision", W, normal(1, 200, 8), how=BF16, path="step")
-def sum_in_a_bf16_carry(params, x):
-    def step(carry, row):
-        return carry + row, None  # <- sum_in_a_bf16_carry
-
-    h = jax.nn.softplus(x @ params["w"])
-    return jax.lax.scan(step, jnp.zeros((), x.dtype), h.reshape(-1))[0] / h.size
-
-
 @planted(
     "overflow",
     {"w": weight(0, 5, 12, 12).at[3].multiply(12.0)},
@@ -99,27 +90,6 @@ def overflow_in_a_custom_vjp(params, x):
     # JAX gives the equations of this rule the line of the call.
     clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (g * jnp.exp(jnp.abs(x)),))
     return jnp.sum(clipped(x @ params["w"] * 20))  # <- overflow_in_a_custom_vjp
-
-
-@backward(
-    "singularity nan overflow",
-    {"w": weight(0, 4, 3)},
-    normal(1, 40, 4).at[7].set(0.0),
-    path="w",
-)
-def pole_in_a_custom_jvp(params, x):
-    @jax.custom_jvp
-    def safe_norm(x):
-        return jnp.sqrt(jnp.sum(x * x, -1))
-
-    @safe_norm.defjvp
-    def tangent_rule(primals, tangents):
-        (x,), (t,) = primals, tangents
-        n = safe_norm(x)
-        # JAX gives this the line of the call when it transposes it.
-        return n, jnp.sum(x * t, -1) / n
-
-    return jnp.mean(safe_norm(x @ params["w"]))  # <- pole_in_a_custom_jvp
 
 
 @planted("overflow", {"w": weight(0, 3, 8, 8)}, normal(1, 4, 8), how=F16, path="inner")
@@ -223,22 +193,6 @@ def difference_of_large_activations_under_amp(params, x):
     a, b = x @ params["a"] + 500, x @ params["b"] + 500
     centred = a - b  # <- difference_of_large_activations_under_amp
     return jnp.mean(jnp.tanh(centred @ params["out"]))
-
-
-@planted(
-    "overflow",
-    {"up": weight(0, 4, 8, 32).at[2].multiply(300.0), "down": weight(1, 4, 32, 8)},
-    normal(4, 8, 8, scale=2),
-    how=AMP16,
-    scaling=1.0,
-    path="loop",
-)
-def overflow_in_a_scan_under_amp(params, x):
-    def loop(h, p):
-        z = jax.nn.relu(h @ p["up"]) ** 2  # in f32
-        return h + z @ p["down"], None  # <- overflow_in_a_scan_under_amp
-
-    return jnp.mean(jnp.square(jax.lax.scan(loop, x, params)[0])) * 1e-9
 
 
 @planted("overflow", mlp(0, 16, 32, 16), normal(4, 16, 16), how=mpx.fp8, path="softmax")

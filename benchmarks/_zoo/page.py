@@ -182,11 +182,6 @@ def tables(rows):
         yield "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
 
 
-def summary(rows):
-    """Returns both tables, and the count of what trains as f32."""
-    return "\n".join([*tables(rows), count(rows)])
-
-
 def count(rows):
     """Says how many models train as f32 on each route."""
     parts = []
