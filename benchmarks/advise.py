@@ -12,6 +12,7 @@ measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,6 @@ from _zoo import REGISTRY
 from mpx.inspect._advice import Bench
 from mpx.inspect._policies import PrecisionPolicy, Study
 from text import TINY
-
-# A model is a function that returns a loss, parameters and a batch.
 
 
 def mlp():
@@ -65,6 +64,7 @@ def faults():
     return loss, params, normal(20, 64, 16), normal(30, 64, 4, scale=0.125)
 
 
+# Each returns a loss, parameters and a batch.
 MODELS = {"mlp": mlp, "vit": vit, "decoder": decoder, "faults": faults}
 
 
@@ -77,11 +77,11 @@ def emulate(make, half):
         known.alone(half, label)
     seconds, bench = time.perf_counter() - start, Bench(known)
     kept = ({kind: (x,)} for kind, x in map(known.selector, known.labels))
-    chosen = [PrecisionPolicy(half, **fields) for fields in ({}, *kept)]
+    fields: list[dict[str, Any]] = [{}, *kept]
+    chosen = [PrecisionPolicy(half, **x) for x in fields]
     ratios = [bench.error(x) / e for x in chosen[:8] if (e := known.error(x)) > 0]
     kept = f"{min(ratios[1:]):.2f} {max(ratios[1:]):.2f}"
-    count = str(len(known.labels))
-    return [count, number(ratios[0]), kept, number(seconds, 1, " s")]
+    return [str(len(known.labels)), number(ratios[0]), kept, number(seconds, 1, " s")]
 
 
 def measure(size, options):

@@ -185,10 +185,7 @@ def run_rates(options):
 
 
 def repeated(gradient, state, _):
-    """Many gradients in one call, so that the device is measured and not the host.
-
-    Each needs the last one: nothing can be left out, or computed once for all.
-    """
+    """Many gradients in one call; each needs the last one, so that none is left out."""
     move = lambda x, dx: x + dx * jnp.asarray(1e-6, x.dtype)  # noqa: E731
     turn = lambda _, state: jax.tree.map(move, state, gradient(*state))  # noqa: E731
     state = lax.fori_loop(0, TURNS, turn, state)

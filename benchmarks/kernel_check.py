@@ -151,11 +151,7 @@ def rounding_errors(rule, scalars, grad, weight, moments):
 
 
 def differences(optimizer, before, grads, grad_scale, plain, kernel):
-    """Compares what two paths made of the same `(params, state)`; traced, in f64.
-
-    Returns:
-        For each leaf the fields of a `Found`, but `elements`.
-    """
+    """Returns fields of a `Found` for each leaf of what two paths made of it, in f64."""
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
     step = Step(core, flatten_params(before[0]), before[1], grad_scale)

@@ -56,10 +56,8 @@ def shapes_of(name):
 
 
 def draw(shapes, seed, dtype):
-    """Normal numbers, made on the host: the device's peak is to hold the step alone.
-
-    One block of numbers is repeated; it has no common divisor with the shapes.
-    """
+    """Normal numbers, made on the host: the device's peak is to hold the step alone."""
+    # One block is repeated; its size has no common divisor with the shapes.
     rng = np.random.default_rng(seed)
     block = rng.standard_normal(2**20 - 3, np.float32).astype(ml_dtypes.bfloat16)
     block = block.astype(dtype)
@@ -75,7 +73,7 @@ class Built(NamedTuple):
     weights: Any = None  # the f32 weights of a carry; None if nothing is optimized
 
 
-OPTIONS = {"learning_rate": 1e-3, "weight_decay": 1e-2}
+OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 1e-2}
 
 
 def build_optax(shapes):
@@ -132,12 +130,9 @@ def build_flashoptim_jax(shapes):
 
 
 def build_add(shapes):
-    """`x + 1` in place over as many bytes as the step of mpx reads and writes.
-
-    Half of them are read and half written. One array per parameter; it may be a little
-    larger than a byte count that is no multiple of eight.
-    """
-    tx, arrays = mpx.optim.flash_adamw(**OPTIONS), []
+    """`x + 1` in place, over as many bytes as mpx reads and writes for each parameter."""
+    tx: Any = mpx.optim.flash_adamw(**OPTIONS)
+    arrays = []
     for leaf in jax.tree.leaves(shapes):
         param = {"x": jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)}
         stored = jax.tree.leaves((param, tx.init(param)))

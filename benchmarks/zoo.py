@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -86,7 +87,7 @@ def attention(names):
 
 def run_model(name, routes):
     """Measures one model in a process of its own."""
-    record = run_child(name, timeout=LIMIT)
+    record: Any = run_child(name, timeout=LIMIT)
     if "error" in record:  # in one line of the table
         error = {"error": " ".join(record["error"].split())[-300:]}
         return Row(name, dict.fromkeys(routes, error), LIMIT)

@@ -1,6 +1,7 @@
 """Faults in models of Equinox, Flax and Haiku."""
 
 import importlib.util
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -86,8 +87,9 @@ class LinenHead(nn.Module):
 @planted("overflow", path="proj")
 def linen_library_layer_beyond_f16():
     change = lambda w: w * 1e6 if w.shape == (12, 64) else w  # noqa: E731
-    params = jax.tree.map(change, LinenHead().init(jax.random.key(0), X))
-    loss = lambda p, x: jnp.mean(jnp.square(LinenHead().apply(p, x)))  # noqa: E731
+    made: Any = LinenHead()
+    params = jax.tree.map(change, made.init(jax.random.key(0), X))
+    loss = lambda p, x: jnp.mean(jnp.square(made.apply(p, x)))  # noqa: E731
     return Case(AMP16(loss), (params, X), 1.0)
 
 

@@ -98,9 +98,8 @@ def pretend_h200():
 def measure_attention(name):
     """Returns how often attention is recognised, reasons if not, and errors of gradients.
 
-    A layer that is jitted, scanned or called several times counts once. Errors are the
-    distances of the gradients under `amp` from those in f32, relative to their norm: with
-    attention operation by operation, and recognised.
+    A layer that is jitted, scanned or called several times counts once. The errors of
+    gradients under `amp` are with attention operation by operation, and recognised.
     """
     pretend_h200()
     case = make(name)

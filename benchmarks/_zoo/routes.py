@@ -23,11 +23,7 @@ Step = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class Run(NamedTuple):
-    """What a route gives: its start, and `step(carry, *case.args)`.
-
-    A step returns the next carry, the loss, the gradients (`None` if there are none) and
-    whether the step was taken.
-    """
+    """The start, and a step to the next carry, loss, gradients and whether it was taken."""
 
     carry: Any
     step: Step
@@ -105,10 +101,7 @@ def flash(case, loss, dtype, *, release=False):
 
 
 def with_rival(run, rival):
-    """Returns both runs as one, which reports the first.
-
-    Each step has the other's parameters before that step.
-    """
+    """Returns both runs as one, which reports the first; each sees the other's old state."""
 
     def step(carry, _, batch):
         mine, theirs = carry
