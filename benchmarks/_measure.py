@@ -71,11 +71,7 @@ def pick(known, names):
 
 
 def run_child(case, *more, timeout=300):
-    """Runs this program for one case and returns the record it printed last.
-
-    A child that fails gives a record with `error`, the end of what it wrote, so that one
-    broken case does not cost the others.
-    """
+    """Runs this program for one case; returns its record, or one with its `error`."""
     start = time.perf_counter()
     command = [sys.executable, *sys.argv, "--child", case, *more]
     try:
@@ -254,11 +250,9 @@ def own_small_buffers(tree):
 
 
 def compile_step(step, state, inputs):
-    """Compiles `step(state, inputs)` with the state donated.
+    """Returns the jitted step, its program with the state donated, and what that cost.
 
-    Returns:
-        The jitted function, the compiled program, and what compiling cost. The function is
-        dispatched faster than the program; off the CPU it takes it out of the cache.
+    The function is dispatched faster than the program, and finds it in the cache.
     """
     hits = []
 
@@ -302,15 +296,20 @@ def planned_memory(program):
 
 def count_dots(jaxpr):
     """Counts the matmuls of a jaxpr by operand dtype, nested jaxprs included."""
-    counts = collections.Counter()
+    dots = (x for x, _ in equations(jaxpr) if x.primitive.name == "dot_general")
+    operands = ({str(variable.aval.dtype) for variable in x.invars} for x in dots)
+    return collections.Counter("×".join(sorted(x)) for x in operands)
+
+
+def equations(jaxpr, runs=1):
+    """Yields the equations of a jaxpr and of those inside, and how often scans run them."""
+    is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == "dot_general":
-            operands = {str(variable.aval.dtype) for variable in equation.invars}
-            counts["×".join(sorted(operands))] += 1
-        is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
+        yield equation, runs
+        times = runs * equation.params.get("length", 1)
         inside = jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr)
-        counts += sum(map(count_dots, filter(is_jaxpr, inside)), collections.Counter())
-    return counts
+        for inner in filter(is_jaxpr, inside):
+            yield from equations(inner, times)
 
 
 def peak_bytes():
@@ -327,11 +326,7 @@ def time_steps(step, state, inputs, *, steps, group, keep=True):
     """Times `steps` steps in groups; the device is waited for after each group only.
 
     Within a group steps are sent ahead as in a training loop. `host_ms` is the time the
-    host needs to send one: where it comes near `ms`, the host is what was measured.
-
-    Returns:
-        The last state, what each step returned beside it (unless `keep` is False), and
-        the timings.
+    host needs to send one. `keep` returns what each step returned beside the state.
     """
     groups, sending, outputs = [], [], []
     jax.block_until_ready(state)

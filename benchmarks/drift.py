@@ -16,7 +16,6 @@ roundings, see kernel_check.py.
 import functools
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ from _measure import read_options
 GUIDE = pathlib.Path(__file__).parents[1] / "docs/reference/rounding.md"
 START, END = "<!-- drift: made by benchmarks/drift.py -->", "<!-- end of drift -->"
 SHAPE = (16, 64)
-MOMENTUM = {"momentum": 0.9}
 OUTLIER = (0, 5)
+DECAY, MOMENTUM = {"weight_decay": 1e-2}, {"momentum": 0.9}
 COLUMNS: dict[str, dict[str, Any]] = {
     "dithered": {},
     "nearest": {"rounding": "nearest"},
@@ -103,11 +102,11 @@ class Line(NamedTuple):
 
     name: str
     rate: float
-    steps: int
     grad: Callable[[Any], Array]
     rule: str = "AdamW"
     start: float = 1.0  # of all weights; 0 draws them
     size: float = 1.0  # of the gradients
+    steps: int = 20_000
     options: Mapping[str, float] = {"weight_decay": 0.0}
 
     def weights(self):
@@ -119,36 +118,34 @@ class Line(NamedTuple):
         return self.grad(step) * self.size
 
 
-def _line(name, rate, grad, *more, **options):
-    """A long run, with decay where `decay` says so, or without options of the rule."""
-    decay = {"weight_decay": options.pop("decay", 0.0)}
-    return Line(name, rate, 20_000, grad, *more, **({"options": decay} | options))
-
-
 LINES = (
     *(
-        Line(f"constant gradient, rate {rate:.0e}", rate, 1000, constant)
+        Line(f"constant gradient, rate {rate:.0e}", rate, constant, steps=1000)
         for rate in (1e-3, 1e-4, 1e-5, 1e-6, 1e-7)
     ),
     *(
-        _line(f"noisy gradient, rate {rate:.0e}", rate, noisy, start=0.0)
+        Line(f"noisy gradient, rate {rate:.0e}", rate, noisy, start=0.0)
         for rate in (1e-4, 1e-5, 1e-6, 1e-7)
     ),
-    _line("the same, weights of 1, rate 1e-06", 1e-6, noisy),
-    _line("decay alone, rate · decay 1e-05", 1e-3, absent, decay=1e-2),
-    _line("decay alone, rate · decay 1e-06", 1e-4, absent, decay=1e-2),
-    _line("sparse rows, rate 1e-05", 1e-5, sparse, decay=1e-2),
-    _line("gradients of 1e12, rate 1e-05", 1e-5, noisy, start=0.0, size=1e12),
-    _line("gradients of 1e-12, rate 1e-03", 1e-3, noisy, start=0.0, size=1e-12),
-    Line("one gradient of 1e5 among ones, rate 1e-03", 1e-3, 300, outlier),
-    Line("the same, clipped to the norm of the ones", 1e-3, 300, clipped),
-    _line("magnitudes a factor of 3000 apart, rate 1e-05", 1e-5, uneven, start=0.0),
-    _line("Adam, noisy gradient, rate 1e-05", 1e-5, noisy, "Adam", 0.0, options={}),
-    _line("Lion, noisy gradient, rate 1e-06", 1e-6, noisy, "Lion", 0.0),
-    _line("Lion, decay alone, 1e-06", 1e-4, absent, "Lion", decay=1e-2),
-    _line("SGD, noisy gradient, rate 1e-06", 1e-6, noisy, "SGD", 0.0, options={}),
-    _line("SGD with momentum, rate 1e-07", 1e-7, noisy, "SGD", 0.0, options=MOMENTUM),
+    Line("the same, weights of 1, rate 1e-06", 1e-6, noisy),
+    Line("decay alone, rate · decay 1e-05", 1e-3, absent, options=DECAY),
+    Line("decay alone, rate · decay 1e-06", 1e-4, absent, options=DECAY),
+    Line("sparse rows, rate 1e-05", 1e-5, sparse, options=DECAY),
+    Line("gradients of 1e12, rate 1e-05", 1e-5, noisy, start=0.0, size=1e12),
+    Line("gradients of 1e-12, rate 1e-03", 1e-3, noisy, start=0.0, size=1e-12),
+    Line("one gradient of 1e5 among ones, rate 1e-03", 1e-3, outlier, steps=300),
+    Line("the same, clipped to the norm of the ones", 1e-3, clipped, steps=300),
+    Line("magnitudes a factor of 3000 apart, rate 1e-05", 1e-5, uneven, start=0.0),
+    Line("Adam, noisy gradient, rate 1e-05", 1e-5, noisy, "Adam", 0.0, options={}),
+    Line("Lion, noisy gradient, rate 1e-06", 1e-6, noisy, "Lion", 0.0),
+    Line("Lion, decay alone, 1e-06", 1e-4, absent, "Lion", options=DECAY),
+    Line("SGD, noisy gradient, rate 1e-06", 1e-6, noisy, "SGD", 0.0, options={}),
+    Line("SGD with momentum, rate 1e-07", 1e-7, noisy, "SGD", 0.0, options=MOMENTUM),
 )
+
+
+def run(step, steps, carry):
+    return jax.jit(functools.partial(lax.fori_loop, 0, steps, step))(carry)
 
 
 def in_f32(line):
@@ -160,34 +157,21 @@ def in_f32(line):
         updates, state = tx.update(line.grads(number), state, params)
         return optax.apply_updates(params, updates), state
 
-    weights = line.weights()
-    run = jax.jit(functools.partial(lax.fori_loop, 0, line.steps, step))
-    return run((weights, tx.init(weights)))[0]
+    return run(step, line.steps, (line.weights(), tx.init(line.weights())))[0]
 
 
 def compressed(line, options):
     """Returns the f32 weights behind the parameters after compressed steps."""
     compression = mpx.optim.Compression(min_size=1, **options)
-    make = RULES[line.rule][0]
-    tx = make(line.rate, **line.options, compression=compression, backend="jax")
-    start = tuple(tx.init_from(line.weights()))
-
-    def step(number, carry):
-        return tuple(tx.step(*carry, line.grads(number)))
-
-    run = jax.jit(functools.partial(lax.fori_loop, 0, line.steps, step))
-    return mpx.cast_to_float32(mpx.optim.master_params(*run(start)))
-
-
-class Result(NamedTuple):
-    """How far f32 moved, and for each column the distance to it as a share of that."""
-
-    moved: float
-    apart: dict[str, float]
+    make = functools.partial(RULES[line.rule][0], line.rate, **line.options)
+    tx = make(compression=compression, backend="jax")
+    step = lambda number, carry: tuple(tx.step(*carry, line.grads(number)))  # noqa: E731
+    end = run(step, line.steps, tuple(tx.init_from(line.weights())))
+    return mpx.cast_to_float32(mpx.optim.master_params(*end))
 
 
 def measure(line, columns=tuple(COLUMNS)):
-    """Runs a line."""
+    """Returns how far f32 moved, and by column the distance to it as a share of that."""
     seen = np.ones(SHAPE, bool)
     if line.grad in (outlier, clipped):  # the others of its group
         seen = np.indices(SHAPE)[1] < 32
@@ -199,7 +183,7 @@ def measure(line, columns=tuple(COLUMNS)):
         x: float(np.linalg.norm(of(compressed(line, COLUMNS[x])) - end)) / distance
         for x in columns
     }
-    return Result(distance / math.sqrt(end.size), apart)
+    return distance / math.sqrt(end.size), apart
 
 
 def row(line):
@@ -235,8 +219,8 @@ def start_rows():
             return tuple(tx.step(*carry, jnp.ones(weights.shape)))
 
         for steps in STEPS:
-            run = jax.jit(functools.partial(lax.fori_loop, 0, steps, step))
-            moved = before - np.mean(np.asarray(run(tuple(carry))[0], np.float64))
+            end = run(step, steps, tuple(carry))[0]
+            moved = before - np.mean(np.asarray(end, np.float64))
             # Adam moves by its rate.
             shares[steps].append(f"{float(moved) / (1e-6 * steps):.2f}")
     return {str(n): f"| {n} | {' | '.join(row)} |" for n, row in shares.items()}
@@ -248,9 +232,7 @@ HEADER = (
 )
 
 
-def write(
-    rows, header=HEADER, marks=(START, END), order=tuple(line.name for line in LINES)
-):
+def write(rows, header, marks, order):
     """Puts rows into a table of the guide, between its marks; others stay."""
     page = GUIDE.read_text(encoding="utf-8")
     before, rest = page.split(marks[0])
@@ -264,20 +246,18 @@ def write(
 
 def main():
     args = read_options(__doc__, "only= write")
-    lines = [line for line in LINES if args.only.lower() in line.name.lower()]
     print(HEADER, flush=True)
     rows = {}
-    for number, line in enumerate(lines, start=1):
-        print(f"{number} of {len(lines)}: {line.name}", file=sys.stderr, flush=True)
-        rows[line.name] = row(line)
-        print(rows[line.name], flush=True)
-    starts = {}
-    if args.only in "start":
-        starts = start_rows()
+    for line in LINES:
+        if args.only.lower() in line.name.lower():
+            rows[line.name] = row(line)
+            print(rows[line.name], flush=True)
+    starts = start_rows() if args.only in "start" else {}
+    if starts:
         print("\n".join(["", START_HEADER, *starts.values()]))
     if args.write:
-        write(rows)
-        write(starts, START_HEADER, START_MARKS, tuple(map(str, STEPS)))
+        write(rows, HEADER, (START, END), [line.name for line in LINES])
+        write(starts, START_HEADER, START_MARKS, map(str, STEPS))
 
 
 if __name__ == "__main__":

@@ -121,14 +121,11 @@ def shardings(layout):
 
 def targets(layout):
     """Returns what faults can hit: shapes in f16, with their shardings."""
-    where, f16 = shardings(layout), jnp.float16
-    shapes = {name: x.shape for name, x in make_params().items()}
-    shapes |= {"x": (ROWS, IN), "hidden": (ROWS, HIDDEN)}
-    found = {
-        k: jax.ShapeDtypeStruct(x, f16, sharding=where[k]) for k, x in shapes.items()
-    }
-    others = {name: found.pop(name) for name in ("hidden", "x")}
-    return {"params": found, **others}
+    where = shardings(layout)
+    of = lambda k, x: jax.ShapeDtypeStruct(x, jnp.float16, sharding=where[k])  # noqa: E731
+    params = {name: of(name, x.shape) for name, x in make_params().items()}
+    others = {"hidden": (ROWS, HIDDEN), "x": (ROWS, IN)}
+    return {"params": params} | {name: of(name, x) for name, x in others.items()}
 
 
 def placed(tree, layout):

@@ -135,9 +135,7 @@ def measure_step(step, state, inputs, options) -> Any:
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)
     state, values, timing = run(state, steps=options.steps, group=options.group)
     seen = {"fp8": found.fp8, "other": dict(found.other)}
-    return (
-        record | timing | seen | {"first": float(values[0]), "last": float(values[-1])}
-    )
+    return record | timing | seen | {"values": [float(values[0]), float(values[-1])]}
 
 
 def run_sizes(options):
@@ -172,11 +170,8 @@ def run_rates(options):
         program = jax.jit(func).lower(*args).compile(flags)
         return measure.time_call(program, *args, groups=10) / 1e3
 
-    for name, dtype in {
-        "f32": jnp.float32,
-        "bf16": BF16,
-        "fp8": jnp.float8_e4m3fn,
-    }.items():
+    dtypes = {"f32": jnp.float32, "bf16": BF16, "fp8": jnp.float8_e4m3fn}
+    for name, dtype in dtypes.items():
         keys = jax.random.split(jax.random.key(0))
         both = (jax.random.normal(key, (size, size)).astype(dtype) for key in keys)
         out = BF16 if name == "fp8" else None
@@ -186,16 +181,11 @@ def run_rates(options):
         rates[name] = 2 * size**3 / seconds(lambda a, b, f=dot: f(a, b, axes), *both)  # noqa: B023
     big = jnp.ones((4 * size, size), jnp.float32)
     rates["memory"] = 2 * big.nbytes / seconds(lambda x: x + 1, big)
-    return {
-        "rows": [[name, f"{H200[name]:.3g}", f"{x:.3g}"] for name, x in rates.items()]
-    }
+    return {"rows": [[k, f"{H200[k]:.3g}", f"{x:.3g}"] for k, x in rates.items()]}
 
 
 def repeated(gradient, state, _):
-    """Many gradients in one call, so that the device is measured and not the host.
-
-    Each needs the last one: nothing can be left out, or computed once for all.
-    """
+    """Many gradients in one call; each needs the last one, so that none is left out."""
     move = lambda x, dx: x + dx * jnp.asarray(1e-6, x.dtype)  # noqa: E731
     turn = lambda _, state: jax.tree.map(move, state, gradient(*state))  # noqa: E731
     state = lax.fori_loop(0, TURNS, turn, state)
@@ -216,13 +206,12 @@ def print_tables(results):
             ("others", lambda r: ", ".join(f"{n} {x}" for x, n in r["other"].items())),
             ("compile s", lambda r: number(r["compile_s"], 1)),
             ("temp GB", lambda r: giga(r.get("temp_bytes"))),
-            ("value", lambda r: f"{r['first']:.4f} → {r['last']:.4f}"),
+            ("value", lambda r: "{:.4f} → {:.4f}".format(*r["values"])),
         )
     if sizes:
         head = ["m×k×n", "bf16 ms", "fp8 ms", "measured", "predicted"]
         cells = [
-            [f"{m}×{k}×{n}", *(number(x, 3) for x in found)]
-            for m, k, n, *found in sizes
+            ["×".join(map(str, x[:3])), *(number(y, 3) for y in x[3:])] for x in sizes
         ]
         print(measure.format_table(head, cells))
     if rates:

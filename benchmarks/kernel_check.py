@@ -150,33 +150,21 @@ def rounding_errors(rule, scalars, grad, weight, moments):
 
 
 def differences(optimizer, before, grads, grad_scale, plain, kernel):
-    """Compares what two paths made of the same `(params, state)`; traced, in f64.
-
-    Returns:
-        For each leaf the fields of a `Found`, but `elements`.
-    """
+    """Returns fields of a `Found` for each leaf of what two paths made of it, in f64."""
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
     step = Step(core, flatten_params(before[0]), before[1], grad_scale)
     scale, *rest = step.scalars(None, True)
     coefficients = rest[len(Dither._fields) :]
     decode = functools.partial(decoded, core, before[1])
-    weights, moments = zip(*map(decode, old), strict=True)
-    join = lambda parts: jnp.concatenate([x.ravel() for x in parts])  # noqa: E731
-    grads = [x.astype(jnp.float32) for x in flatten_params(grads).leaves]
-    allowed = rounding_errors(
-        core.rule,
-        (scale, *coefficients),
-        join(grads),
-        join(weights),
-        tuple(join(column) for column in zip(*moments, strict=True)),
-    )
-    ends = np.cumsum([leaf.param.size for leaf in old])
-    split = zip(*(jnp.split(x, ends[:-1]) for x in allowed), strict=True)
-    return [
-        compare_leaf(room, a, b, decode(a), decode(b))
-        for room, a, b in zip(split, want, got, strict=True)
-    ]
+    grads = flatten_params(grads).leaves
+
+    def compare(grad, start, a, b):
+        given = jax.tree.map(jnp.ravel, (grad.astype(jnp.float32), *decode(start)))
+        room = rounding_errors(core.rule, (scale, *coefficients), *given)
+        return compare_leaf(room, a, b, decode(a), decode(b))
+
+    return [compare(*leaf) for leaf in zip(grads, old, want, got, strict=True)]
 
 
 def found_of(elements, fields):
@@ -208,11 +196,11 @@ def decoded(core, state, leaf):
     master = Packing((), state.format, False, dtype).master(leaf.param.dtype)
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
     weight = master.decode(leaf.param, leaf.correction, Block())
-    moments = [
+    moments = (
         moment_codec(name, bool(quantized), state.format).decode(stored, Block())
         for name, stored in zip(core.rule.moments, leaf.moments, strict=True)
-    ]
-    return weight, moments
+    )
+    return weight, tuple(moments)
 
 
 def compare_leaf(room, a, b, plain, kernel):
@@ -421,8 +409,7 @@ def kernel_problems(program, path, expected):
     """Says if a program has not the kernels it should have; equal leaves share one."""
     if jax.default_backend() == "cpu":
         return []  # the interpreter leaves no trace
-    text = program.as_text()
-    found = text.count(KERNEL)
+    found = program.as_text().count(KERNEL)
     return [] if found == expected else [f"{path}: {found} kernels, not {expected}"]
 
 
@@ -444,9 +431,7 @@ def huge_inputs(rows, width, first=0):
 
     def noise(columns, stream):
         shape = (rows, columns)
-        row = lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.asarray(
-            first, jnp.uint32
-        )
+        row = lax.broadcasted_iota(jnp.uint32, shape, 0) + jnp.uint32(first)
         column = lax.broadcasted_iota(jnp.uint32, shape, 1)
         place = row * np.uint32(0x9E3779B1) + column
         return mix(place ^ mix(jnp.uint32(stream)))
@@ -455,19 +440,14 @@ def huge_inputs(rows, width, first=0):
         top = (noise(columns, stream) >> np.uint32(8)).astype(jnp.int32)
         return top.astype(jnp.float32) * np.float32(2.0**-24) - np.float32(0.5)
 
-    def integers(stream, lowest, highest):
+    def codes(stream, lowest, dtype):
         top = (noise(width, stream) >> np.uint32(24)).astype(jnp.int32)
-        return jnp.clip(top + lowest, lowest, highest)
+        return jnp.maximum(top + lowest, lowest + 1).astype(dtype)
 
-    mu = Quantized(
-        jnp.maximum(integers(1, -128, 127), -127).astype(jnp.int8),
-        (1 + centred(width // 32, 2)).astype(jnp.bfloat16),
-    )
-    nu = Quantized(
-        jnp.maximum(integers(3, 0, 255), 1).astype(jnp.uint8),
-        2 + centred(width // 32, 4),
-    )
-    correction = jnp.maximum(integers(5, -128, 127), -127).astype(jnp.int8)
+    scales = (1 + centred(width // 32, 2)).astype(jnp.bfloat16)
+    mu = Quantized(codes(1, -128, jnp.int8), scales)
+    nu = Quantized(codes(3, 0, jnp.uint8), 2 + centred(width // 32, 4))
+    correction = codes(5, -128, jnp.int8)
     params = {"w": centred(width, 6).astype(jnp.bfloat16)}
     any_size = mpx.optim.Compression(min_size=0)
     optimizer = mpx.optim.flash_adamw(RATE, compression=any_size)

@@ -42,12 +42,6 @@ def plain(weight, hidden, labels, tied):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def one_hot(weight, hidden, labels, tied):
-    logits = hidden @ (weight.T if tied else weight)
-    wanted = jax.nn.one_hot(labels, logits.shape[-1])
-    return optax.softmax_cross_entropy(logits, wanted).mean()
-
-
 def chunked(weight, hidden, labels, tied):
     axis = 0 if tied else 1
     return mpx.linear_cross_entropy(hidden, weight, labels, vocab_axis=axis)
@@ -61,7 +55,6 @@ def gradient(loss, tied):
 
 MODES = {
     "optax": plain,
-    "optax one-hot": one_hot,
     "linear_cross_entropy": chunked,
     # The forward pass keeps no logits.
     "logits again": jax.checkpoint(chunked, static_argnums=3),

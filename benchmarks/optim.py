@@ -3,19 +3,18 @@
     python benchmarks/optim.py                       # four workloads on a GPU
     python benchmarks/optim.py --modes chain,chain-select --models gpt-1b --steps 10
     python benchmarks/optim.py --modes optax,mpx --models vit-base --group 30
+    python benchmarks/optim.py --modes finite,stats --models vit-base
     python benchmarks/optim.py --models tiny         # try the script on a CPU
 
-Each implementation runs in a process of its own, on the same parameters and bf16
-gradients. Many steps run inside one call, so that the device is measured and not the
-host; "dispatched" has one call per step, "sent" the time until such a call returns to the
-host, and "arrays" the time of a call that only passes the arrays. See README.md.
+Each implementation steps each workload in a process of its own, with the same parameters
+and bf16 gradients. Many steps run inside one call, so that the device is measured and not
+the host; "dispatched" has one call per step. See README.md.
 """
 
 import functools
 import math
 import pathlib
 import sys
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -28,13 +27,12 @@ from jax import lax
 import _measure as measure
 import mpx
 from _measure import number, percent, ratio
-from _models import make_task
+from _models import cast, make_task
 
 CHECKED = 20  # steps of the quadratic
-# The moment of Adam or Lion is off by 1/127 of the largest of its group at most, which is
-# 2.5 times the typical one of 32 normal numbers: 2 % of a step, if all errors had one sign.
+# The moment of AdamW is off by 1/127 of the largest of its group at most, which is 2.5
+# times the typical one of 32 normal numbers: 2 % of a step, if all errors had one sign.
 AGREEMENT = 0.02
-RATES = {"adamw": 1e-3, "lion": 1e-3, "sgd": 1e-2}
 FIXED = {
     "one": [(4096, 12288)],
     "many": [(1024, 1024)] * 64,
@@ -43,22 +41,6 @@ FIXED = {
 }
 # `--models tiny` stands for one leaf, some leaves and a whole tree, too.
 TINY = ["tiny-one", "tiny-many", "tiny"]
-# By mode: who steps, and options of the optimizer or of the skip; in the order in which
-# they run and stand in the table.
-MODES: dict[str, tuple[str, Any]] = {
-    "copy": ("copy", None),
-    "add": ("add", None),
-    "optax": ("optax", None),
-    "mpx": ("mpx", {}),
-    "mpx-plain": ("mpx", {"backend": "jax"}),
-    "flashoptim-jax": ("flashoptim_jax", None),
-}
-DEFAULT = ",".join(MODES)
-MODES |= {
-    # f32 gradients, clipped; a step that is not finite is left out.
-    "chain": ("chain", None),
-    "chain-select": ("chain", "select"),
-}
 PEERS = ("flashoptim-jax",)
 
 
@@ -73,15 +55,9 @@ def shapes_of(name):
     return make_task(name, 1, shapes=True).params
 
 
-def count_of(shapes):
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-
-
 def draw(shapes, seed, dtype):
-    """Normal numbers, made on the host: the device's peak is to hold the step alone.
-
-    One block of numbers is repeated; it has no common divisor with the shapes.
-    """
+    """Normal numbers, made on the host: the device's peak is to hold the step alone."""
+    # One block is repeated; its size has no common divisor with the shapes.
     rng = np.random.default_rng(seed)
     block = rng.standard_normal(2**20 - 3, np.float32).astype(ml_dtypes.bfloat16)
     block = block.astype(dtype)
@@ -94,75 +70,68 @@ class Built(NamedTuple):
     carry: Any  # parameters and state
     step: Any  # from carry and gradients to the next carry
     grads: Any  # in `chain` with the flag that says whether they are finite
-    weights: Any = lambda carry: carry[0]  # the f32 weights of a carry
+    weights: Any = None  # the f32 weights of a carry; None if nothing is optimized
 
 
-def choose(optimizer, package, prefix=""):
-    """Returns an optimizer of a package with its hyperparameters."""
-    options = {"momentum": 0.9} if optimizer == "sgd" else {"weight_decay": 1e-2}
-    make = getattr(package, prefix + optimizer)
-    return functools.partial(make, RATES[optimizer], **options)
+OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 1e-2}
 
 
-def build_optax(shapes, optimizer, options):
+def build_optax(shapes):
     """Parameters and state in f32; gradients in bf16, cast where they are used."""
-    tx = choose(optimizer, optax)()
-
-    def step(carry, grads):
-        params, state = carry
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    tx = optax.adamw(**OPTIONS)
+    step = lambda carry, grads: apply(tx, carry, cast(grads, jnp.float32))  # noqa: E731
     params, grads = draw(shapes, 0, np.float32), draw(shapes, 1, ml_dtypes.bfloat16)
-    return Built((params, tx.init(params)), step, grads)
+    return Built((params, tx.init(params)), step, grads, lambda carry: carry[0])
 
 
-def build_chain(shapes, optimizer, skip):
+def apply(tx, carry, grads):
+    updates, state = tx.update(grads, carry[1], carry[0])
+    return optax.apply_updates(carry[0], updates), state
+
+
+def build_chain(shapes, skips=False):
     """The same with f32 gradients and clipping, and with updates that may be left out."""
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-4, weight_decay=1e-2)
-    )
+    adamw = optax.adamw(1e-4, weight_decay=1e-2)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def step(carry, inputs):
         (params, state), (grads, finite) = carry, inputs
-        if skip:
-            new = mpx.optimizer_update(params, tx, state, grads, finite, skip=skip)
-            return tuple(new)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        if not skips:
+            return apply(tx, carry, grads)
+        return tuple(mpx.optimizer_update(params, tx, state, grads, finite))
 
-    params, grads = draw(shapes, 0, np.float32), draw(shapes, 1, np.float32)
-    return Built((params, tx.init(params)), step, (grads, jnp.array(True)))
+    params, grads = (draw(shapes, seed, np.float32) for seed in (0, 1))
+    start = params, tx.init(params)
+    return Built(start, step, (grads, jnp.array(True)), lambda carry: carry[0])
 
 
-def build_mpx(shapes, optimizer, options):
+def build_flash(shapes, make, weights):
     """bf16 parameters, compressed state."""
-    tx = choose(optimizer, mpx.optim, "flash_")(**options)
+    tx = make(**OPTIONS)
     params, grads = (draw(shapes, seed, ml_dtypes.bfloat16) for seed in (0, 1))
     step = lambda carry, grads: tuple(tx.step(*carry, grads))  # noqa: E731
-    weights = lambda carry: mpx.optim.master_params(*carry)  # noqa: E731
     return Built((params, tx.init(params)), step, grads, weights)
 
 
-def build_flashoptim_jax(shapes, optimizer, options):
+def build_mpx(shapes, **options):
+    make = functools.partial(mpx.optim.flash_adamw, **options)
+    return build_flash(shapes, make, lambda carry: mpx.optim.master_params(*carry))
+
+
+def build_flashoptim_jax(shapes):
     """flashoptim-jax with its kernels; without them where there is no GPU."""
     import flashoptim_jax as peer  # pyright: ignore[reportMissingImports]
 
-    tx = choose(optimizer, peer, "flash_")(fused=jax.default_backend() == "gpu")
-    params, grads = (draw(shapes, seed, ml_dtypes.bfloat16) for seed in (0, 1))
-    step = lambda carry, grads: tx.step(*carry, grads)  # noqa: E731
+    fused = jax.default_backend() == "gpu"
+    make = functools.partial(peer.flash_adamw, fused=fused)
     weights = lambda carry: peer.reconstruct_weights(carry[0], carry[1].ecc)  # noqa: E731
-    return Built((params, tx.init(params)), step, grads, weights)
+    return build_flash(shapes, make, weights)
 
 
-def build_add(shapes, optimizer, options):
-    """`x + 1` in place over as many bytes as the step of mpx reads and writes.
-
-    Half of them are read and half written. One array per parameter; it may be a little
-    larger than a byte count that is no multiple of eight.
-    """
-    tx, arrays = choose(optimizer, mpx.optim, "flash_")(), []
+def build_add(shapes):
+    """`x + 1` in place, over as many bytes as mpx reads and writes for each parameter."""
+    tx: Any = mpx.optim.flash_adamw(**OPTIONS)
+    arrays = []
     for leaf in jax.tree.leaves(shapes):
         param = {"x": jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)}
         stored = jax.tree.leaves((param, tx.init(param)))
@@ -173,85 +142,85 @@ def build_add(shapes, optimizer, options):
     return Built((arrays,), step, {})
 
 
-BUILDERS = {
-    "optax": build_optax,
-    "chain": build_chain,
-    "mpx": build_mpx,
-    "flashoptim_jax": build_flashoptim_jax,
+def build_seen(shapes, look):
+    """Sums of what is seen of f32 gradients, which are not used otherwise."""
+    grads = draw(shapes, 1, np.float32)
+    step = lambda carry, grads: (carry[0] + look(grads),)  # noqa: E731
+    start = jax.eval_shape(look, grads)
+    return Built((jnp.zeros(start.shape, jnp.float32),), step, grads)
+
+
+# In the order in which they run and stand in the table.
+MODES: dict[str, Any] = {
     "add": build_add,
+    "optax": build_optax,
+    "mpx": build_mpx,
+    "mpx-plain": functools.partial(build_mpx, backend="jax"),
+    "flashoptim-jax": build_flashoptim_jax,
+}
+DEFAULT = ",".join(["copy", *MODES])
+MODES |= {
+    "copy": None,
+    # f32 gradients, clipped; a step that is not finite is left out.
+    "chain": build_chain,
+    "chain-select": functools.partial(build_chain, skips=True),
+    # What is looked at in a step, without an optimizer.
+    "finite": functools.partial(build_seen, look=mpx.all_finite),
+    "stats": functools.partial(
+        build_seen, look=lambda grads: mpx.inspect.exponent_stats(grads).counts
+    ),
 }
 
 
-# --- one mode, in its own process -------------------------------------------------------
+# --- one mode on one workload, in its own process -----------------------------------------
 
 
-def run_mode(name, options):
-    """Measures one implementation on all workloads, the smallest first."""
-    sys.path[:0] = options.peer
-    measure.start_child()
-    records, start = [], time.perf_counter()
-    if name == "copy":
-        size = 2**20 if jax.default_backend() == "cpu" else 2**28
-        array = jnp.zeros(size, jnp.float32)
-        ms = measure.time_call(jax.jit(jnp.copy), array, runs=10, groups=options.calls)
-        return [{"copy": 2 * array.nbytes / ms * 1e3}]
-    for model in sorted(options.models, key=lambda m: count_of(shapes_of(m))):
-        if records and time.perf_counter() - start > options.budget:
-            records.append({"model": model, "error": "skipped: no time left"})
-        else:
-            records.append({"model": model} | run_workload(name, model, options))
-    return records
+def run_copy(options):
+    """Returns the bytes a second of a copy on the device, read and written."""
+    size = 2**20 if jax.default_backend() == "cpu" else 2**28
+    array = jnp.zeros(size, jnp.float32)
+    ms = measure.time_call(jax.jit(jnp.copy), array, runs=10, groups=options.calls)
+    return {"ms": ms, "rate": 2 * array.nbytes / ms * 1e3}
 
 
-def run_workload(name, model, options):
+def run_mode(name, model, options):
     """Compiles, times and checks one implementation on one workload."""
-    library, chosen = MODES[name]
-    shapes, before = shapes_of(model), measure.peak_bytes() or 0
-    build = functools.partial(BUILDERS[library], shapes, options.optimizer, chosen)
+    shapes = shapes_of(model)
+    build = functools.partial(MODES[name], shapes)
     built = build()
     both = built.carry, built.grads
     kept, read_only = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in both)
     step, _, record = measure.compile_step(
         lambda carry, grads: (built.step(carry, grads), None), built.carry, built.grads
     )
-    carry, timing = dispatched(step, built.carry, built.grads, options)
-    record |= {"dispatched_us": timing["ms"] * 1e3, "sent_us": timing["host_ms"] * 1e3}
-    bare = jax.jit(
-        lambda carry, _: (lax.optimization_barrier(carry), None), donate_argnums=0
-    )
-    carry, timing = dispatched(bare, carry, None, options)
-    record["arrays_us"] = timing["ms"] * 1e3
-    old = fingerprint(carry)
+    carry, timing = built.carry, {}
+    for groups in (1, 4):  # the first compiles
+        carry, _, timing = measure.time_steps(
+            step,
+            carry,
+            [built.grads],
+            steps=groups * options.group,
+            group=options.group,
+        )
+    record["dispatched_ms"] = timing["ms"]
     carry, looped = time_loop(built, carry, built.grads, options)
-    record |= looped
-    if library == "chain" and chosen:
-        new = fingerprint(carry)
-        skipped = built.grads[0], jnp.array(False)
-        carry, looped = time_loop(built, carry, skipped, options)
-        record["skipped_us"] = looped["us"]
-        record["still"] = sum(a == b for a, b in zip(old, new, strict=True))
-        record["spoilt"] = int(new != fingerprint(carry))
-    peak = measure.peak_bytes()
-    record |= {
-        "params": count_of(shapes),
+    record |= looped | {
+        "params": sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)),
+        "leaves": len(jax.tree.leaves(shapes)),
         "arrays": len(jax.tree.leaves(built.carry)),
         "bytes": 2 * kept + read_only,
         "resident_bytes": kept + read_only,
-        # An earlier workload may have needed more: then this one's peak is not known.
-        "peak_bytes": peak if peak and peak > before else None,
+        "peak_bytes": measure.peak_bytes(),
     }
+    if name == "chain-select":
+        old, skipped = jax.tree.map(jnp.copy, carry), (built.grads[0], jnp.array(False))
+        carry, looped = time_loop(built, carry, skipped, options)
+        record["skipped_ms"] = looped["ms"]
+        record["spoilt"] = record["arrays"] - count_equal(old, carry)
+        del old
     del carry
     # The checks start from the beginning; the buffers of the timed run are gone by now.
-    return record | check(build(), step, library)
-
-
-def dispatched(step, carry, grads, options):
-    timing = {}
-    for groups in (1, 4):  # the first compiles
-        carry, _, timing = measure.time_steps(
-            step, carry, [grads], steps=groups * options.group, group=options.group
-        )
-    return carry, timing
+    return record | check(build(), step)
 
 
 def time_loop(built, carry, grads, options):
@@ -269,91 +238,71 @@ def time_loop(built, carry, grads, options):
         carry, _, timing = measure.time_steps(
             jitted, carry, [grads], steps=calls, group=1
         )
-    names = {"us": "ms", "us_low": "ms_low", "us_high": "ms_high"}
-    return carry, {k: timing[x] * 1e3 / options.steps for k, x in names.items()}
+    return carry, {k: timing[k] / options.steps for k in ("ms", "ms_low", "ms_high")}
 
 
-@jax.jit
-def sum_of_bits(x):
-    word = np.dtype(f"u{x.dtype.itemsize}")
-    return jnp.sum(lax.bitcast_convert_type(x, word), dtype=jnp.uint32)
+def count_equal(old, new):
+    same = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), old, new)
+    return sum(jax.tree.leaves(same))
 
 
-def fingerprint(carry):
-    """Returns the sum of the bits of each array."""
-    return [int(sum_of_bits(x)) for x in jax.tree.leaves(carry)]
-
-
-def check(built, step, library):
+def check(built, step):
     """Steps down the quadratic |w|²/2, whose gradient is the parameter itself."""
 
     @jax.jit
     def loss(weights):
         return sum(jnp.sum(jnp.square(w)) for w in jax.tree.leaves(weights)) / 2
 
-    dtype = jnp.float32 if library == "chain" else jnp.bfloat16
-    gradients = jax.jit(lambda p: jax.tree.map(lambda x: x.astype(dtype) + 0, p))
-    carry, weights = built.carry, jax.jit(built.weights)
+    @jax.jit
+    def gradients(params):
+        if isinstance(built.grads, tuple):
+            return jax.tree.map(jnp.copy, params), built.grads[1]
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16) + 0, params)
+
+    carry = built.carry
+    weights = jax.jit(built.weights or (lambda carry: carry[0]))
     # A copy: the parameters of optax are its weights, and will be donated.
     old = jax.tree.map(jnp.copy, weights(carry))
     first = float(loss(old))
     for _ in range(CHECKED):
-        grads = built.grads and gradients(carry[0])
-        flagged = (grads, jnp.array(True)) if library == "chain" else grads
-        carry, _ = step(carry, flagged)
+        grads = gradients(carry[0]) if built.weights else built.grads
+        carry, _ = step(carry, grads)
     new = weights(carry)
-    same = jax.tree.map(lambda a, b: bool(jnp.all(a == b)), old, new)
-    losses = {} if library == "add" else {"losses": [first, float(loss(new))]}
-    return {"unchanged": sum(jax.tree.leaves(same))} | losses
+    losses = {"losses": [first, float(loss(new))]} if built.weights else {}
+    return {"unchanged": count_equal(old, new)} | losses
 
 
 # --- all modes --------------------------------------------------------------------------
 
 
-def by_model(runs):
-    """Returns good records by workload and mode, the rate of a copy, and what failed."""
-    tables, copy, failed = {}, None, set()
-    for name, (run, *_) in runs.items():
-        records = run.get("records", ())
-        if "error" in run or any("error" in record for record in records):
-            failed.add(name)
-        for record in records:
-            copy = record.get("copy", copy)
-            if "model" in record and "error" not in record:
-                tables.setdefault(record["model"], {})[name] = record | {"mode": name}
-    return tables, copy, failed
-
-
 def print_table(model, rows, copy):
     first = next(iter(rows.values()))
-    leaves = len(jax.tree.leaves(shapes_of(model)))
-    print(f"\n{model}: {first['params'] / 1e6:.1f}M parameters in {leaves} arrays\n")
+    count = f"{first['params'] / 1e6:.1f}M parameters in {first['leaves']} arrays"
+    print(f"\n{model}: {count}\n")
     base = "chain" if "chain" in rows else "optax"
-    times = {name: r["us"] for name, r in rows.items()}
-    beside = lambda name: lambda r: number(ratio(r["us"], times.get(name)), 3)  # noqa: E731
-    us = lambda name: lambda r: number(r.get(name), 1)  # noqa: E731
-    rate = lambda r: r["bytes"] / r["us"] * 1e6  # noqa: E731
+    times = {name: r["ms"] for name, r in rows.items()}
+    beside = lambda name: lambda r: number(ratio(r["ms"], times.get(name)), 3)  # noqa: E731
+    us = lambda name: lambda r: number(ratio(r.get(name), 1e-3), 1)  # noqa: E731
+    rate = lambda r: r["bytes"] / r["ms"] * 1e3  # noqa: E731
     each = lambda name: lambda r: number(ratio(r.get(name), r["params"]))  # noqa: E731
     measure.print_columns(
         rows.values(),
-        ("mode", lambda r: r["mode"]),
-        ("µs", us("us")),
-        ("spread", lambda r: percent((r["us_high"] - r["us_low"]) / r["us"])),
+        ("mode", lambda r: r["case"].partition(":")[0]),
+        ("µs", us("ms")),
+        ("spread", measure.spread),
         ("TB/s", lambda r: number(rate(r) / 1e12)),
         ("of copy", lambda r: percent(ratio(rate(r), copy), 0)),
         ("× add", beside("add")),
         (f"× {base}", beside(base)),
-        ("skipped µs", us("skipped_us")),
+        ("skipped µs", us("skipped_ms")),
         ("arrays", lambda r: str(r["arrays"])),
-        ("arrays µs", us("arrays_us")),
-        ("sent µs", us("sent_us")),
-        ("dispatched µs", us("dispatched_us")),
+        ("dispatched µs", us("dispatched_ms")),
         ("B/param moved", each("bytes")),
         ("resident", each("resident_bytes")),
         ("peak", each("peak_bytes")),
         ("compiled", each("compiled_bytes")),
-        ("trace s", us("trace_s")),
-        ("compile s", us("compile_s")),
+        ("trace s", lambda r: number(r["trace_s"], 1)),
+        ("compile s", lambda r: number(r["compile_s"], 1)),
     )
 
 
@@ -361,7 +310,7 @@ def failures(rows):
     """Yields what is wrong with each mode."""
     for name, record in rows.items():
         base = rows.get("chain" if name.startswith("chain") else "optax", record)
-        if record["unchanged"] or record.get("still"):
+        if record["unchanged"]:
             yield name, f"{record['unchanged']} arrays did not change"
         if record.get("spoilt"):
             yield name, "skipped steps changed the state"
@@ -382,26 +331,33 @@ def failures(rows):
 def main():
     options = measure.read_options(
         __doc__,
-        f"models=one,many,vit-base,gpt2 optimizer=adamw modes={DEFAULT} steps=200 "
-        "calls=7 group=10 peer=, budget=300.0 timeout=300.0",
+        f"models=one,many,vit-base,gpt2 modes={DEFAULT} steps=200 calls=7 group=10 "
+        "peer=, timeout=300.0",
     )
     if options.models == ["tiny"]:
         options.models = TINY
-    options.peer = [str(pathlib.Path(path).resolve()) for path in options.peer]
     if options.child is not None:
-        return measure.end_child({"records": run_mode(options.child, options)})
-    runs = measure.run_cases(
-        measure.pick(MODES, options.modes), options, shared_cache=False
-    )
-    tables, copy, failed = by_model(runs)
-    if not tables:
+        measure.start_child()
+        sys.path[:0] = [str(pathlib.Path(path).resolve()) for path in options.peer]
+        mode, _, model = options.child.partition(":")
+        run = functools.partial(run_mode, mode, model) if model else run_copy
+        return measure.end_child(run(options))
+    modes = measure.pick(MODES, options.modes)
+    cases = [f"{mode}:{model}" for model in options.models for mode in modes]
+    cases = ["copy"] * ("copy" in modes) + [x for x in cases if "copy" not in x]
+    runs = measure.run_cases(cases, options, shared_cache=False)
+    good = {case: run[0] for case, run in runs.items() if "error" not in run[0]}
+    failed = {case.partition(":")[0] for case in runs.keys() - good.keys()}
+    if not good:
         return 1
-    good = next(run[0] for run in runs.values() if "records" in run[0])
-    what = f"{options.optimizer}, {options.steps} steps in one call, {options.calls} calls; "
-    on_cpu, wrong = measure.print_machine(good, what), []
-    for model, rows in tables.items():
-        print_table(model, rows, copy)
-        wrong += failures(rows)
+    what = f"AdamW, {options.steps} steps in one call, {options.calls} calls; "
+    on_cpu, wrong = measure.print_machine(next(iter(good.values())), what), []
+    copy = good.pop("copy", {}).get("rate")
+    for model in options.models:
+        rows = {mode: good[x] for mode in modes if (x := f"{mode}:{model}") in good}
+        if rows:
+            print_table(model, rows, copy)
+            wrong += failures(rows)
     measure.print_verdict(
         [f"{name}: {text}" for name, text in wrong],
         "every array changed, in place; the loss of a quadratic fell, within "

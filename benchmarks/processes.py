@@ -10,6 +10,7 @@ the loss scale after each step, and a hash of all bits of parameters, optimizer 
 scaling, gathered from the others where they are sharded. The driver compares these records.
 """
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -56,54 +57,30 @@ def library(config):
 # --- the worker -----------------------------------------------------------------------
 
 
-class Job:
-    """The programs of one configuration on all processes."""
+def make_job(config, seed):
+    """Returns a function that makes the first state, and one that runs a chunk of steps."""
+    chosen = library(config)
+    things, mesh = model.targets(chosen.layout), model.shardings("jit")["x"].mesh
+    everywhere, along = (NamedSharding(mesh, x) for x in (P(), P("data")))
 
-    def __init__(self, config, seed):
-        self._library, self._seed = library(config), seed
-        self._things = model.targets(self._library.layout)
-        self._mesh = model.shardings("jit")["x"].mesh
-        everywhere = NamedSharding(self._mesh, P())
-        shapes = jax.eval_shape(self._init)
-        self._where = jax.tree.map(self._place, shapes)
-        self.start = jax.jit(self._init, out_shardings=self._where)
-        self._chunk = jax.jit(self._steps, out_shardings=(self._where, everywhere))
-        self._whole = jax.jit(lambda x: x, out_shardings=everywhere)
+    def init():
+        return jax.tree.map(jnp.asarray, chosen.init(model.make_params()))
 
-    def run(self, training, chunk):
-        """Runs one chunk; returns the state and what this process saw."""
-        draw = np.random.default_rng([self._seed, chunk])
-        numbers = [chunk * CHUNK + i for i in range(CHUNK)]
-        drawn = [
-            model.draw_fault(draw, self._things, number)
-            if draw.random() < SHARE
-            else Fault(self._things, step=-1)
-            for number in numbers
-        ]
-        faults = jax.tree.map(lambda *x: np.stack(jax.device_get(x)), *drawn)
-        training, seen = self._chunk(training, np.array(numbers, np.int32), faults)
-        record = {
-            name: np.asarray(x.addressable_data(0)).tolist() for name, x in seen.items()
-        }
-        record["faults"] = int(np.sum(faults.step >= 0))
-        return training, record | {"chunk": chunk, "hash": self._digest(training)}
-
-    def _init(self):
-        return jax.tree.map(jnp.asarray, self._library.init(model.make_params()))
-
-    def _place(self, leaf):
-        has_rows = leaf.ndim >= 2 and leaf.shape[-2] % self._mesh.size == 0
-        is_cut = self._library.layout == "jit" and has_rows
+    def place(leaf):
+        has_rows = leaf.ndim >= 2 and leaf.shape[-2] % mesh.size == 0
+        is_cut = chosen.layout == "jit" and has_rows
         spec = P(*[None] * (leaf.ndim - 2), "data") if is_cut else P()
-        return NamedSharding(self._mesh, spec)
+        return NamedSharding(mesh, spec)
 
-    def _steps(self, training, numbers, faults):
-        along = NamedSharding(self._mesh, P("data"))
+    where = jax.tree.map(place, jax.eval_shape(init))
+    gather = jax.jit(lambda x: x, out_shardings=everywhere)
 
+    @functools.partial(jax.jit, out_shardings=(where, everywhere))
+    def steps(training, numbers, faults):
         def body(old, inputs):
             number, fault = inputs
             x, y = lax.with_sharding_constraint(model.make_batch(number), along)
-            new, grads, scale, loss = self._library.step(old, x, y, fault, number)
+            new, grads, scale, loss = chosen.step(old, x, y, fault, number)
             new = jax.tree.map(
                 lambda a, b: jnp.asarray(a).astype(b.dtype), new, training
             )
@@ -118,11 +95,27 @@ class Job:
 
         return lax.scan(body, training, (numbers, faults))
 
-    def _digest(self, training):
-        found = hashlib.sha256()
-        for leaf in jax.tree.leaves(self._whole(training)):
-            found.update(np.asarray(leaf.addressable_data(0)).tobytes())
-        return found.hexdigest()[:16]
+    def run(training, chunk):
+        """Returns the state after a chunk, and what this process saw."""
+        draw = np.random.default_rng([seed, chunk])
+        numbers = [chunk * CHUNK + i for i in range(CHUNK)]
+        drawn = [
+            model.draw_fault(draw, things, number)
+            if draw.random() < SHARE
+            else Fault(things, step=-1)
+            for number in numbers
+        ]
+        faults = jax.tree.map(lambda *x: np.stack(jax.device_get(x)), *drawn)
+        training, seen = steps(training, np.array(numbers, np.int32), faults)
+        mine = lambda x: np.asarray(x.addressable_data(0))  # noqa: E731
+        record = {name: mine(x).tolist() for name, x in seen.items()}
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(gather(training)):
+            digest.update(mine(leaf).tobytes())
+        record |= {"faults": int(np.sum(faults.step >= 0)), "chunk": chunk}
+        return training, record | {"hash": digest.hexdigest()[:16]}
+
+    return jax.jit(init, out_shardings=where), run
 
 
 def same_bits(a, b):
@@ -136,11 +129,11 @@ def same_bits(a, b):
 
 def work(folder, config, chunks, seed):
     """Trains, and records every chunk."""
-    job = Job(config, seed)
-    training = job.start()
+    start, run = make_job(config, seed)
+    training = start()
     with pathlib.Path(folder, f"process-{jax.process_index()}.jsonl").open("w") as file:
         for chunk in range(chunks):
-            training, record = job.run(training, chunk)
+            training, record = run(training, chunk)
             file.write(json.dumps(record) + "\n")
 
 
@@ -218,14 +211,14 @@ def compare(folder, count):
 
 
 def check(count, configs, chunks, seed, folder):
-    """Runs all configurations; returns whether nothing is wrong, and the steps."""
+    """Runs all configurations; returns whether nothing is wrong."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     pairs = [(folder / str(i), x) for i, x in enumerate(configs)]
     for path, _ in pairs:
         path.mkdir()
     run_job(count, *((str(path), x, chunks, seed) for path, x in pairs))
-    fine, steps = True, 0
+    fine = True
     for path, config in pairs:
         found = compare(path, count)
         hashes = f"{found.different} of {found.hashes}"
@@ -234,8 +227,7 @@ def check(count, configs, chunks, seed, folder):
         )
         fine &= not (found.wrong or found.divergent or found.different)
         fine &= found.steps == chunks * CHUNK and found.skipped > 0
-        steps += found.steps
-    return fine, steps
+    return fine
 
 
 def main():
@@ -248,13 +240,11 @@ def main():
         "processes", "", "steps", "faults", "skipped", "wrong", "divergent decisions",
         "different hashes",
     )  # fmt: skip
-    began, fine, total = time.perf_counter(), True, 0
+    began, fine = time.perf_counter(), True
     for count in options.processes:
         with tempfile.TemporaryDirectory() as name:
-            path = pathlib.Path(name)
-            good, steps = check(count, configs, chunks, options.seed, path)
-        fine, total = fine and good, total + steps
-    return measure.print_end(fine, began, f"{total} steps")
+            fine &= check(count, configs, chunks, options.seed, pathlib.Path(name))
+    return measure.print_end(fine, began, f"{chunks * share} steps")
 
 
 if __name__ == "__main__":

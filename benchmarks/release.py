@@ -61,11 +61,10 @@ def run(step, options, optimizer):
     words = jax.random.randint(jax.random.key(1), shape, 0, options.words, jnp.int32)
     batch = [(words, jnp.roll(words, 1))]
     jitted, _, record = measure.compile_step(step, state, batch[0])
-    state, warm, _ = measure.time_steps(jitted, state, batch, steps=2, group=1)
-    _, values, timing = measure.time_steps(
-        jitted, state, batch, steps=options.steps, group=1
-    )
-    losses = [float(x) for x in warm + values]
+    losses, timing, time_steps = [], {}, measure.time_steps
+    for steps in (2, options.steps):
+        state, values, timing = time_steps(jitted, state, batch, steps=steps, group=1)
+        losses += map(float, values)
     return timing | {"bytes": record["temp_bytes"] / count, "losses": losses}
 
 

@@ -46,11 +46,9 @@ def batches(data, size, seed):
 
 def make_steps(mode, loss, options):
     """Returns the optimizer, the jitted step, and the jitted evaluation."""
-    optimizer = optax.adamw(
-        optax.warmup_cosine_decay_schedule(
-            0.0, RATE, options.steps // 10 + 1, options.steps
-        )
-    )
+    warm = options.steps // 10 + 1
+    rate = optax.warmup_cosine_decay_schedule(0.0, RATE, warm, options.steps)
+    optimizer = optax.adamw(rate)
     every_size = 0 if options.tiny else 1.1
     func = mpx.fp8(loss, min_gain=every_size) if mode == "fp8" else loss
     gradient = mpx.value_and_grad(func, policy=POLICY)
@@ -73,12 +71,7 @@ def make_steps(mode, loss, options):
 
 
 def run(seed, size, steps, text, count):
-    """Trains once.
-
-    Returns:
-        The losses on the held-out text, and the time of a step in ms: the smallest mean of
-        the steps between two evaluations.
-    """
+    """Trains once; returns losses on held-out text, and the least time of a step in ms."""
     optimizer, train, evaluate = steps
     params = jax.jit(size.init)(jax.random.key(seed))
     state = params, jax.jit(optimizer.init)(params)

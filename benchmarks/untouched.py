@@ -303,33 +303,17 @@ def count_flops(task, batch):
     """Returns the operations of all matmuls and convolutions of a step in f32."""
     params = jax.eval_shape(task.init, jax.random.key(0))
     gradient = jax.make_jaxpr(jax.value_and_grad(task.loss))(params, batch)
-    return flops(gradient.jaxpr)
-
-
-def flops(jaxpr):
     total = 0
-    for equation in jaxpr.eqns:
-        params, name = equation.params, equation.primitive.name
-        inside = [
-            x.jaxpr if hasattr(x, "jaxpr") else x
-            for x in jax.tree.leaves(
-                [*params.values()],
-                is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-            )
-            if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ]
-        total += params.get("length", 1) * sum(map(flops, inside))
-        if name == "dot_general":
-            (summed, _), _ = params["dimension_numbers"]
+    for equation, runs in measure.equations(gradient):
+        numbers, each = equation.params.get("dimension_numbers"), 0
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = numbers
             left = equation.invars[0].aval.shape
-            total += (
-                2 * equation.outvars[0].aval.size * np.prod([left[i] for i in summed])
-            )
-        elif name == "conv_general_dilated":
-            numbers = params["dimension_numbers"]
+            each = np.prod([left[i] for i in summed])
+        elif equation.primitive.name == "conv_general_dilated":
             kernel = equation.invars[1].aval
             each = kernel.size / kernel.shape[numbers.rhs_spec[0]]
-            total += 2 * equation.outvars[0].aval.size * each
+        total += 2 * runs * each * equation.outvars[0].aval.size if each else 0
     return float(total)
 
 

@@ -168,16 +168,15 @@ def sums(found, sizes):
 def main():
     args = measure.read_options(__doc__, "only= tiny")
     sizes = TINY if args.tiny else LLAMA
-    print(f"8 × H200 (compiled, not run), jax {jax.__version__}, {sizes}\n")
-    print("| layout | precision | gather, GiB | reduce, GiB | other, GiB | runs |")
-    print("|---|---|---|---|---|---|")
+    print(f"8 × H200 (compiled, not run), jax {jax.__version__}, {sizes}")
+    columns = ("gather, GiB", "reduce, GiB", "other, GiB")
+    measure.print_head("layout", "precision", *columns, "runs")
     for case in cases():
         if args.only.lower() in str(case).lower():
             found = collectives(compiled(case, sizes))
             runs = max((x.runs for x in found if x.kind in REDUCTIONS), default=0)
             names = f"{case.layout}{case.window}", case.precision
-            cells = *names, *sums(found, sizes), str(runs)
-            print(f"| {' | '.join(cells)} |", flush=True)
+            measure.print_row(*names, *sums(found, sizes), runs)
 
 
 if __name__ == "__main__":

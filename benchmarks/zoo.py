@@ -12,16 +12,17 @@ route fails, or ends elsewhere than f32, and no note of the model says why.
 """
 
 import concurrent.futures
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from _measure import read_options
+os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+from _measure import end_child, pick, read_options, run_child
 from _zoo import REGISTRY
-from _zoo.page import Row, summary, unexplained, write
+from _zoo.page import Row, count, tables, unexplained, write
 from _zoo.routes import ROUTES
 
 WORSE = 1.1  # errors of roundings differ by chance
@@ -35,13 +36,13 @@ def main():
         __doc__, f"only= routes=str jobs={os.cpu_count() or 1} write attention"
     )
     routes = args.routes.split(",") if args.routes else ROUTES
-    if unknown := set(routes) - set(ROUTES):
-        sys.exit(f"no such routes: {', '.join(sorted(unknown))}")
-    routes = [x for x in ROUTES if x in routes or x == "f32"]
+    routes = [
+        x for x in ROUTES if x in pick(dict.fromkeys(ROUTES), routes) or x == "f32"
+    ]
     if args.child:
         from _zoo.measure import measure
 
-        return measure(args.child, routes)
+        return end_child({"cells": measure(args.child, routes)})
     if args.write and (args.only or args.routes):
         sys.exit("--write needs all models and routes")
     parts = args.only.lower().split(",")
@@ -50,13 +51,13 @@ def main():
         return attention(names)
     rows, start = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        started = [pool.submit(run_child, name, routes) for name in names]
+        started = [pool.submit(run_model, name, routes) for name in names]
         for future in concurrent.futures.as_completed(started):
             rows.append(future.result())
             took = time.monotonic() - start
             print(f"[{took:4.0f} s] {rows[-1].progress()}", flush=True)
     rows.sort(key=lambda row: names.index(row.name))
-    print("\n" + summary(rows))
+    print("", *tables(rows), count(rows), sep="\n")
     if args.write:
         write(PAGE, rows)
     missing = unexplained(rows)
@@ -84,25 +85,13 @@ def attention(names):
     return int(worse > 0)
 
 
-def run_child(name, routes):
+def run_model(name, routes):
     """Measures one model in a process of its own."""
-    started, reason = time.monotonic(), f"no result in {LIMIT} s"
-    command = [sys.executable, __file__, "--child", name, "--routes", ",".join(routes)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, env=env, timeout=LIMIT, check=False
-        )
-        said = done.stdout
-        last = (done.stdout + done.stderr).decode().splitlines()[-3:]
-        reason = f"the process ended with {done.returncode}: {' '.join(last)}"
-    except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
-    lines = [x for x in said.decode().splitlines() if x.startswith('{"cell"')]
-    cells = {cell.pop("cell"): cell for cell in map(json.loads, lines)}
-    reason = cells.get("make", {}).get("error", reason)
-    cells = {route: {"error": reason} for route in routes} | cells
-    return Row(name, cells, round(time.monotonic() - started, 1))
+    record: Any = run_child(name, timeout=LIMIT)
+    if "error" in record:  # in one line of the table
+        error = {"error": " ".join(record["error"].split())[-300:]}
+        return Row(name, dict.fromkeys(routes, error), LIMIT)
+    return Row(name, record["cells"], record["wall_s"])
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mpx
+import planted as faults
+import scoreboard
 from models import normal
 from mpx.inspect import explain
 from mpx.inspect._equations import join, run_in_f32, split
-from scripts import script
 
-faults = script("_faults")
-scoreboard = script("explain")
-
-# `python benchmarks/explain.py` has them all; here those that run in a second or less.
+# `python tests/scoreboard.py` has them all; here those that run in a second or less.
 FAST_FAULTS = (
     "activation_beyond_f16_under_amp",
     "additive_mask_beyond_f16",

@@ -2,9 +2,7 @@
 
 import collections
 import importlib
-import json
 import re
-import time
 import warnings
 from typing import Any
 
@@ -24,28 +22,28 @@ def make(name):
 
 
 def measure(name, routes):
-    """Prints one line of JSON for each route, f32 first."""
-    case, exact = print_cell("make", lambda: made(name)), None
-    if case is not None:
-        exact = print_cell("f32", lambda: f32(case))
+    """Returns what each route found, f32 first, or the error that it raised."""
+    cells: dict[str, dict[str, Any]] = {}
+
+    def cell(key, work):
+        try:
+            result, cells[key] = work()
+        except Exception as error:  # of any package
+            text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
+            cells[key] = {"error": f"{type(error).__name__}: {text}"[:300]}
+            return None
+        return result
+
+    case = cell("make", lambda: made(name))
+    if case is None:
+        return cells | dict.fromkeys(routes, cells["make"])
+    exact = cell("f32", lambda: f32(case))
     for route in routes:
-        if case is not None and route != "f32":
-            print_cell(route, lambda route=route: routed(route, case, exact))
+        if route != "f32":
+            cell(route, lambda route=route: routed(route, case, exact))
     if exact is not None:
-        print_cell("f64", lambda: (None, {"of_f32": distance(exact, f64_grads(case))}))
-
-
-def print_cell(name, work):
-    """Does the work, prints what it found or the error it raised, and returns its result."""
-    start, result = time.monotonic(), None
-    try:
-        result, found = work()
-    except Exception as error:  # of any package
-        text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
-        found = {"error": f"{type(error).__name__}: {text}"[:300]}
-    seconds = round(time.monotonic() - start, 2)
-    print(json.dumps({"cell": name, "seconds": seconds, **found}), flush=True)
-    return result
+        cell("f64", lambda: (None, {"of_f32": distance(exact, f64_grads(case))}))
+    return cells
 
 
 def made(name):
@@ -100,9 +98,8 @@ def pretend_h200():
 def measure_attention(name):
     """Returns how often attention is recognised, reasons if not, and errors of gradients.
 
-    A layer that is jitted, scanned or called several times counts once. Errors are the
-    distances of the gradients under `amp` from those in f32, relative to their norm: with
-    attention operation by operation, and recognised.
+    A layer that is jitted, scanned or called several times counts once. The errors of
+    gradients under `amp` are with attention operation by operation, and recognised.
     """
     pretend_h200()
     case = make(name)

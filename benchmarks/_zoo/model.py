@@ -52,10 +52,7 @@ class Case:
 
 
 class Model(NamedTuple):
-    """One line of the zoo: its package, the function that imports it, and notes.
-
-    A note says why a route does not do what one may expect, by the name of the route.
-    """
+    """The package, the function that imports it, and notes by route that explain it."""
 
     package: str
     make: Callable[[], Case]

@@ -84,43 +84,37 @@ class Row(NamedTuple):
         losses = self.cells.get(route, {}).get("losses")
         return losses if losses and len(losses) == STEPS else None
 
-    def decrease(self):
-        """Returns how far the loss of f32 falls."""
-        losses = self.losses("f32") or [0.0]
-        return losses[0] - min(losses)
+    def distance(self, route):
+        """Returns how far a curve is from that of f32, `None` without a curve."""
+        return self.apart(self.losses(route))
 
     def noise(self):
         """Returns the distance that rounding the parameters once makes."""
-        return self.apart(self.cells["f32"]["rounded"])
-
-    def distance(self, route):
-        """Returns how far a curve is from that of f32, `None` without a curve."""
-        losses = self.losses(route)
-        return self.apart(losses) if losses and self.losses("f32") else None
+        return self.apart(self.cells["f32"].get("rounded"))
 
     def apart(self, curve):
-        """Returns the mean distance from the curve of f32, as a share of the decrease."""
-        pairs = zip(curve, self.losses("f32") or (), strict=True)
-        return sum(abs(a - b) for a, b in pairs) / len(curve) / self.decrease()
+        """Returns the mean distance from the curve of f32, as a share of its decrease."""
+        f32 = self.losses("f32")
+        if not curve or not f32:
+            return None
+        apart = sum(abs(a - b) for a, b in zip(curve, f32, strict=True))
+        return apart / len(curve) / (f32[0] - min(f32))
 
     def fails(self, route):
         """Returns why a route failed or does not train as f32, "" if it does."""
-        cell = self.cells.get(route)
-        if cell is None or (route == "fp8" and cell.get("share") in (0, None)):
-            return cell.get("error", "") if cell else ""
-        if "error" in cell:
-            return cell["error"]
+        cell = self.cells.get(route, {})
+        if "error" in cell or not cell or (route == "fp8" and not cell.get("share")):
+            return cell.get("error", "")
         losses = self.losses(route)
         if losses is None:
             return f"{cell['skipped']} steps were skipped"
         if route == "f32":
-            falls = self.decrease() > 0.01 * abs(losses[0])
+            falls = losses[0] - min(losses) > 0.01 * abs(losses[0])
             return "" if falls else "the loss does not fall"
-        distance = self.distance(route)
-        limit = FP8_TOLERANCE if route == "fp8" else TOLERANCE
-        if distance is not None and distance <= max(limit, NOISE * self.noise()):
-            return ""
-        return "trains differently from f32"
+        distance, noise = self.distance(route), self.noise() or 0.0
+        limit = max(FP8_TOLERANCE if route == "fp8" else TOLERANCE, NOISE * noise)
+        fine = distance is not None and distance <= limit
+        return "" if fine else "trains differently from f32"
 
     def progress(self):
         """Returns one line."""
@@ -129,8 +123,6 @@ class Row(NamedTuple):
 
     def notes(self):
         """Returns route, reason and whether the registry gives it, for each failure."""
-        if "f32" not in self.cells:
-            return [("f32", "not run", False)]
         known = REGISTRY[self.name].notes
         found = []
         for route in ROUTES:
@@ -150,76 +142,54 @@ def percent(x):
 def gradient_cells(row):
     """Yields the cells of the first table."""
     cells = {route: row.cells.get(route, {}) for route in ("make", "f64", *ROUTES)}
-    yield row.name
-    yield REGISTRY[row.name].package
+
+    def share(route, name):
+        return FAILED if "error" in cells[route] else percent(cells[route].get(name))
+
+    yield from (row.name, REGISTRY[row.name].package)
     yield f"{cells['make'].get('params', 0):,}"
-    for route in ("policy bf16", "amp bf16", "fp8"):
-        yield FAILED if "error" in cells[route] else percent(cells[route].get("share"))
+    yield from (share(x, "share") for x in ("policy bf16", "amp bf16", "fp8"))
     yield percent(cells["f64"].get("of_f32"))
-    for route in ("own bf16", *ERRORS):
-        cell = cells[route]
-        how = f" ({without_mpx(row)})" if route == "own bf16" else ""
-        error = percent(cell.get("grad_error"))
-        yield FAILED if "error" in cell else error + (how if error != "–" else "")
-
-
-def without_mpx(row):
-    """Says how a model was made bf16, and how much of it that is."""
-    how = "own" if row.cells.get("make", {}).get("own") else "cast"
-    low = row.cells.get("own bf16", {}).get("share")
-    return how if low is None else f"{how}, {percent(low)} low"
+    own, low = share("own bf16", "grad_error"), cells["own bf16"].get("share")
+    how = "own" if cells["make"].get("own") else "cast"
+    how = how if low is None else f"{how}, {percent(low)} low"
+    yield own if own in (FAILED, "–") else f"{own} ({how})"
+    yield from (share(route, "grad_error") for route in ERRORS)
 
 
 def training_cells(row):
     """Yields the cells of the second table."""
-    yield row.name
     f32 = row.losses("f32")
+    yield row.name
     yield f"{f32[0]:.4g} → {f32[-1]:.4g}" if f32 else FAILED
-    yield percent(row.noise()) if f32 else "–"
+    yield percent(row.noise())
     for route in ROUTES[1:]:
         distance = row.distance(route)
         if not row.fails(route):  # or not among those that were asked for
             yield percent(distance)
         else:
             yield FAILED if distance is None else f"**{percent(distance)}**"
-    yield "; ".join(note_lines(row))
-
-
-def note_lines(row):
-    """Returns the notes of a model, those that are equal joined."""
-    routes = {}
+    routes = {}  # by reason
     for route, reason, _ in row.notes():
         routes.setdefault(reason.replace("|", "\\|"), []).append(route)
-    return [f"{', '.join(names)}: {reason}" for reason, names in routes.items()]
-
-
-def table(columns, rows):
-    """Returns a table of Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
+    yield "; ".join(f"{', '.join(names)}: {reason}" for reason, names in routes.items())
 
 
 def tables(rows):
-    """Returns the tables of gradients and of training curves."""
-    pairs = ((GRADIENTS, gradient_cells), (TRAINING, training_cells))
-    return [table(columns, map(cells, rows)) for columns, cells in pairs]
-
-
-def summary(rows):
-    """Returns both tables, and the count of what trains as f32."""
-    return "\n".join([*tables(rows), count(rows)])
+    """Returns the tables of gradients and of training curves, in Markdown."""
+    for columns, cells in ((GRADIENTS, gradient_cells), (TRAINING, training_cells)):
+        lines = [columns, ["---"] * len(columns), *map(cells, rows)]
+        yield "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
 
 
 def count(rows):
     """Says how many models train as f32 on each route."""
     parts = []
     for route in ROUTES[1:]:
-        ran = [
-            row for row in rows if row.distance(route) is not None or row.fails(route)
-        ]
-        good = sum(not row.fails(route) for row in ran)
+        fails = [row.fails(route) for row in rows]
+        ran = [x for row, x in zip(rows, fails, strict=True) if x or row.losses(route)]
         name = "bf16 without mpx" if route == "own bf16" else route
-        parts.append(f"{name} {good} of {len(ran)}")
+        parts.append(f"{name} {ran.count('')} of {len(ran)}")
     return f"Trained as f32: {', '.join(parts)}."
 
 
@@ -233,18 +203,13 @@ def unexplained(rows):
     ]
 
 
-def versions():
-    """Names what is installed."""
+def write(page, rows):
+    """Writes the page, with the versions of what is installed."""
     packages = sorted({"jax", "optax"} | {x.package for x in REGISTRY.values()})
     listed = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     machine = f"Python {platform.python_version()} on a {platform.machine()} CPU"
-    return f"{machine}; {', '.join(listed)}."
-
-
-def write(page, rows):
-    """Writes the page."""
     gradients, training = tables(rows)
     page.write_text(
-        f"{HEAD}{versions()}\n\n{count(rows)}\n\n"
+        f"{HEAD}{machine}; {', '.join(listed)}.\n\n{count(rows)}\n\n"
         f"{GRADIENT_TEXT}{gradients}\n{TRAINING_TEXT}{training}"
     )

@@ -23,11 +23,7 @@ Step = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class Run(NamedTuple):
-    """What a route gives: its start, and `step(carry, *case.args)`.
-
-    A step returns the next carry, the loss, the gradients (`None` if there are none) and
-    whether the step was taken.
-    """
+    """The start, and a step to the next carry, loss, gradients and whether it was taken."""
 
     carry: Any
     step: Step
@@ -41,14 +37,17 @@ class Trained(NamedTuple):
     skipped: int
 
 
-def amp(case, dtype):
-    """Returns the loss under `mpx.amp`."""
-    return mpx.amp(case.loss, dtype=dtype, params=case.holds)
-
-
-def fp8(case):
-    """Returns the loss under `mpx.fp8`, whatever the size of its matmuls."""
-    return mpx.fp8(amp(case, "bf16"), params=case.holds, min_gain=0)
+def low_loss(route, case):
+    """Returns the loss that runs in 16 bits, or in fp8 whatever the size of its matmuls."""
+    kind, dtype = route.split()[0], route.split()[-1]
+    if kind == "own":
+        return case.own or (lambda *args: case.loss(*cast(args, jnp.bfloat16)))
+    if kind == "policy":  # as JAX sees it
+        policy = mpx.get_policy(f"p=f32,c={dtype},o=f32")
+        return lambda *args: case.loss(*policy.cast_to_compute(args))
+    dtype = "f16" if dtype == "f16" else "bf16"
+    loss = mpx.amp(case.loss, dtype=dtype, params=case.holds)
+    return mpx.fp8(loss, params=case.holds, min_gain=0) if kind == "fp8" else loss
 
 
 def plain(case, loss):
@@ -102,10 +101,7 @@ def flash(case, loss, dtype, *, release=False):
 
 
 def with_rival(run, rival):
-    """Returns both runs as one, which reports the first.
-
-    Each step has the other's parameters before that step.
-    """
+    """Returns both runs as one, which reports the first; each sees the other's old state."""
 
     def step(carry, _, batch):
         mine, theirs = carry
@@ -125,15 +121,14 @@ def run_of(route, made):
     scaling = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
     match kind:
         case "f32" | "own":
-            return plain(made, made.loss if kind == "f32" else written(route, made))
+            return plain(made, made.loss if kind == "f32" else low_loss(route, made))
         case "policy":
             return scaled(made, made.loss, scaling, f"p=f32,c={dtype},o=f32")
         case "amp" | "fp8":
-            loss = amp(made, dtype) if kind == "amp" else fp8(made)
-            return scaled(made, loss, scaling)
+            return scaled(made, low_loss(route, made), scaling)
         case _:
             dtype = "f32" if dtype == "f32" else "bf16"
-            loss = made.loss if dtype == "f32" else amp(made, "bf16")
+            loss = made.loss if dtype == "f32" else low_loss("amp bf16", made)
             return flash(made, loss, dtype, release=kind == "release")
 
 
@@ -158,27 +153,14 @@ def train(run, args, steps=STEPS):
     return Trained(losses, first, skipped)
 
 
-def written(route, case):
-    """Returns the loss in 16 bits as JAX sees it, without `amp`."""
-    if route == "own bf16":
-        return case.own or (lambda *args: case.loss(*cast(args, jnp.bfloat16)))
-    policy = mpx.get_policy(f"p=f32,c={route.split()[1]},o=f32")
-    return lambda *args: case.loss(*policy.cast_to_compute(args))
-
-
 def share(route, case):
     """Returns the share of the matmul operations that run in 16 bits, or in fp8."""
-    if route == "fp8":
-        found = mpx.inspect.report(fp8(case), case.params, *case.args).fp8
-        return 0.0 if found is None else found.share
-    dtype = route.split()[-1]
-    if route.startswith("amp"):
-        report = mpx.inspect.report(amp(case, dtype), case.params, *case.args)
-    elif route.startswith(("policy", "own")):
-        report = mpx.inspect.report(written(route, case), case.params, *case.args)
-    else:
+    if route.split()[0] not in ("own", "policy", "amp", "fp8"):
         return None
-    return report.shares.get(dtype, 0.0) if report.flops else None
+    report = mpx.inspect.report(low_loss(route, case), case.params, *case.args)
+    if route == "fp8":
+        return report.fp8.share if report.fp8 else 0.0
+    return report.shares.get(route.split()[-1], 0.0) if report.flops else None
 
 
 def distance(grads, reference):

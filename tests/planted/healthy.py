@@ -7,11 +7,12 @@ from flax import linen as nn
 from flax import nnx
 
 import mpx
-from _faults.table import (
+from planted.table import (
     BF16,
     F16,
     HEALTHY,
     Case,
+    cast,
     cross_entropy,
     healthy,
     linear,
@@ -19,8 +20,9 @@ from _faults.table import (
     normal,
     weight,
 )
-from _models import cast, make_task
+from scripts import script
 
+make_task = script("_models").make_task
 AMP16 = mpx.amp(dtype="f16")
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from _faults.table import (
+from planted.table import (
     BF16,
     F16,
     Case,

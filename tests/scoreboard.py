@@ -1,22 +1,23 @@
 """Does `mpx.inspect.explain` name planted faults, and stay silent about healthy models?
 
-    python benchmarks/explain.py                          # all
-    python benchmarks/explain.py --only rope,equinox      # those whose names contain this
+    python tests/scoreboard.py                          # all
+    python tests/scoreboard.py --only rope,equinox      # those whose names contain this
 
 A fault counts as named if the source line is the marked one, and the parameter, scope or
 function is the expected one. The script fails if fewer than 48 of 50 are named, in
 proportion, or if a healthy model raises an alarm.
 """
 
+import argparse
 import sys
 import time
 import traceback
+from functools import partial
 
 import jax
 
 import mpx
-from _faults import HEALTHY, PLANTED
-from _measure import read_options
+from planted import HEALTHY, PLANTED
 
 SHARE = 48 / 50
 
@@ -49,8 +50,8 @@ def mistakes(planted, found):
     return wrong
 
 
-def faults_of(make, judge):
-    """Explains a case; returns the explanation, what is wrong with it, and the seconds."""
+def faults_of(name, make, judge):
+    """Explains a case, says what is wrong with the explanation, and returns that."""
     start, found = time.monotonic(), None
     try:
         found = explained(make())
@@ -58,34 +59,24 @@ def faults_of(make, judge):
     except Exception as error:
         traceback.print_exc()
         wrong = [f"{type(error).__name__}: {error}"]
-    return found, wrong, time.monotonic() - start
+    took, mark = time.monotonic() - start, "FAIL" if wrong else "ok"
+    print(f"{mark:5} {name:45} {took:5.1f} s  {'; '.join(wrong)}", flush=True)
+    return wrong
 
 
 def main():
-    only = read_options(__doc__, "only=").only.split(",")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="NAME,NAME")
+    only = parser.parse_args().only.split(",")
     wanted = lambda name: any(x in name for x in only)  # noqa: E731
     faults = [planted for name, planted in PLANTED.items() if wanted(name)]
     models, named, alarms = list(filter(wanted, HEALTHY)), 0, 0
     for planted in faults:
-        found, wrong, took = faults_of(
-            planted.make, lambda x, p=planted: mistakes(p, x)
-        )
-        misplaced = any(not x.startswith(("kind", "way")) for x in wrong)
-        mark = "FAIL" if misplaced else "ok?" if wrong else "ok"
-        print(
-            f"{mark:5} {planted.name:45} {took:5.1f} s  {'; '.join(wrong)}", flush=True
-        )
-        print(f"{found}\n" if misplaced else "", end="")
-        named += not misplaced
+        wrong = faults_of(planted.name, planted.make, partial(mistakes, planted))
+        named += all(x.startswith(("kind", "way")) for x in wrong)
     for name in models:
-        judge = lambda x: [] if x.ok else [str(x)]  # noqa: E731
-        _, wrong, took = faults_of(HEALTHY[name], judge)
-        told = "\n".join(wrong)
-        print(
-            f"{'ALARM' if wrong else 'ok':5} {name:45} {took:5.1f} s  {told}",
-            flush=True,
-        )
-        alarms += bool(wrong)
+        judge = lambda found: [] if found.ok else [str(found)]  # noqa: E731
+        alarms += bool(faults_of(name, HEALTHY[name], judge))
     print(
         f"jax {jax.__version__}: {named} of {len(faults)} faults named, "
         f"{alarms} false alarms in {len(models)} healthy models"

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from _models import cast
+from scripts import script
+
+cast = script("_models").cast
 
 
 @dataclasses.dataclass(frozen=True)

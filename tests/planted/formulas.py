@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx
-from _faults.table import (
+from planted.table import (
     BF16,
     F16,
     backward,

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 
 import mpx
-from _faults.table import BF16, F16, Case, cross_entropy, healthy, normal, planted
+from planted.table import BF16, F16, Case, cross_entropy, healthy, normal, planted
 
 X = normal(1, 24, 12)
 AMP16 = mpx.amp(dtype="f16")
