@@ -8,17 +8,18 @@ the rule that it replaces is told the same. Rules are kept by the jaxprs that th
 of, so they hold types, never values: a value would be a leaked tracer.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
 from mpx._jax._compat import (
+    Literal,
     as_function,
     bind,
     bind_jit,
@@ -341,10 +342,22 @@ def _smooth(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
+def _is_zero(tangent: PyTree) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _are_zeros(jaxpr: Jaxpr) -> list[bool]:
+    """Returns which results are written as zeros: JAX fills in those that a rule omits."""
+    body, _ = open_jaxpr(jaxpr)
+    fills = [eqn for eqn in body.eqns if eqn.primitive.name == "broadcast_in_dim"]
+    filled = {eqn.outvars[0]: eqn.invars[0] for eqn in fills}
+    atoms = [x if isinstance(x, Literal) else filled.get(x) for x in body.outvars]
+    return [isinstance(x, Literal) and not np.any(x.val) for x in atoms]
+
+
 def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     eqn, values = op.eqn, arrays_of(op.values)
-    custom = _CustomCall(visitor, op, values)
-    call = jax.custom_jvp(custom.run)
+    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
         free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
@@ -354,22 +367,11 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
                 "differentiated, but the rule of the function knows its arguments only. "
                 "Pass the value as an argument."
             )
-        live: set[int] = set()
 
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
-            live.clear()
-
-            def call(*chosen: PyTree) -> Values:
-                outs = custom.partially(args, free)(*chosen)
-                if not eqn.params.get("symbolic_zeros"):
-                    live.update(custom.smooth)
-                    return outs
-                for i in custom.smooth:
-                    outs[i] = _watch_tangent(outs[i], i, live)
-                return outs
-
+            call = custom.partially(args, free)
             outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
-            return outs, [pushed[i] for i in sorted(live)]
+            return outs, [pushed[i] for i in custom.smooth]
 
         avals = custom.original_avals(primals)
         new = custom.trace(expanded, avals, [avals[i] for i in free])
@@ -378,80 +380,33 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
         ]
         args = [*primals, *(tangents[i] for i in free)]
         outs, _ = custom.visited(new, args, [*custom.facts, *known])
-        count = len(eqn.outvars)
-        pushed = dict(zip(sorted(live), outs[count:], strict=True))
-        outs = cast_all(outs[:count], custom.dtypes)
-        return outs, [
-            cast_all([pushed[i]], (out.dtype,))[0] if i in pushed else _zero(out)
-            for i, out in enumerate(outs)
-        ]
+        results = cast_all(outs[:count], custom.dtypes)
+        pushed = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in results]
+        found = zip(custom.smooth, outs[count:], _are_zeros(new)[count:], strict=True)
+        for i, tangent, is_zero in found:
+            if not is_zero:
+                (pushed[i],) = cast_all([tangent], (results[i].dtype,))
+        return results, pushed
 
+    call = jax.custom_jvp(custom.run)
     call.defjvp(rule, symbolic_zeros=True)
     outs = list(call(*values))
     return outs, visitor.result_facts(outs, custom.known)
 
 
-def _is_zero(tangent: PyTree) -> bool:
-    return isinstance(tangent, SymbolicZero)
-
-
-def _zero(primal: PyTree) -> SymbolicZero:
-    return SymbolicZero(jax.typeof(primal).to_tangent_aval())
-
-
-def _watch_tangent(x: PyTree, index: int, live: set[int]) -> PyTree:
-    """Returns `x`; if its tangent is not known to be zero, adds the index to `live`."""
-
-    @jax.custom_jvp
-    def same(x: PyTree) -> PyTree:
-        return x
-
-    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        if not _is_zero(tangents[0]):
-            live.add(index)
-        return primals[0], tangents[0]
-
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(x)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Pullback:
-    """How the user's backward function is called: the forward one learns it as it is traced.
-
-    There is one for each set of perturbed arguments; it travels with the residuals.
-    """
-
-    free: tuple[int, ...]  # The operands for which a derivative is asked
-    tangents: list[Aval]  # Their types in the traced function
-    tree: PyTree  # The structure of the residuals, which holds the linear function
-    residuals: list[Aval]  # Their variables in the traced function
-    facts: Facts  # What is known of them
-    outs: list[Aval]  # The types of the results in the traced function
-    # Filled while the backward function is traced: the operands whose cotangent it does
-    # not leave out
-    live: set[int]
-
-
 def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
-    eqn, values = op.eqn, arrays_of(op.values)
-    given = dtypes_of(values)
-    custom = _CustomCall(visitor, op, values)
+    values = arrays_of(op.values)
+    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
 
-    def forward(*primals: PyTree) -> tuple[Values, tuple[_Pullback, Values]]:
+    def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
         # Differentiating for a value that the function closed over is refused by JAX.
         free = custom.differentiable([primal.perturbed for primal in primals])
-        avals, live = custom.original_avals(args), set[int]()
+        avals, given = custom.original_avals(args), dtypes_of(args)
         found: dict[str, PyTree] = {}
 
         def expanded(*args: PyTree) -> Values:
-            def call(*chosen: PyTree) -> Values:
-                pairs = zip(free, chosen, strict=True)
-                watched = [_watch_cotangent(x, i, live) for i, x in pairs]
-                return custom.partially(args, free)(*watched)
-
+            call = custom.partially(args, free)
             outs, pushforward = jax.linearize(call, *(args[i] for i in free))
             residuals, found["tree"] = jax.tree.flatten(pushforward)
             found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
@@ -459,65 +414,43 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
         new = custom.trace(expanded, *avals)
         outs, known = custom.visited(new, args, custom.facts)
-        count = len(eqn.outvars)
         variables = open_jaxpr(new)[0].outvars
-        pullback = _Pullback(
-            free=free,
-            tangents=[avals[i] for i in free],
-            facts=visitor.facts_inside(known[count:], variables[count:], "operand"),
-            live=live,
-            **found,
-        )
-        return cast_all(outs[:count], custom.dtypes), (pullback, outs[count:])
+        kept = visitor.facts_inside(known[count:], variables[count:], "operand")
 
-    def backward(
-        kept: tuple[_Pullback, Values], cotangents: Values
-    ) -> tuple[PyTree, ...]:
-        pullback, residuals = kept
-        chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
+        # It travels with the residuals: there is one for each set of perturbed arguments.
+        def backward(residuals: Values, cotangents: Values) -> tuple[PyTree, ...]:
+            chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
 
-        def expanded(residuals: Values, cotangents: Values) -> PyTree:
-            pullback.live.clear()
-            pushforward = jax.tree.unflatten(pullback.tree, residuals)
+            def expanded(residuals: Values, cotangents: Values) -> PyTree:
+                pushforward = jax.tree.unflatten(found["tree"], residuals)
 
-            def linear(*tangents: PyTree) -> Values:
-                outs = pushforward(*tangents)
-                # The user's function is told that the others are zero.
-                return [outs[i] for i in chosen]
+                def linear(*tangents: PyTree) -> Values:
+                    outs = pushforward(*tangents)
+                    # The user's function is told that the others are zero.
+                    return [outs[i] for i in chosen]
 
-            return jax.linear_transpose(linear, *pullback.tangents)(cotangents)
+                return jax.linear_transpose(linear, *(avals[i] for i in free))(
+                    cotangents
+                )
 
-        types = [pullback.outs[i] for i in chosen]
-        new = custom.trace(expanded, pullback.residuals, types)
-        args = [*residuals, *(cotangents[i] for i in chosen)]
-        known = [*pullback.facts, *[visitor.unknown] * len(chosen)]
-        outs, _ = custom.visited(new, args, known)
-        grads: Values = [None] * len(given)
-        for i, grad in zip(pullback.free, outs, strict=True):
-            if i in pullback.live:
-                (grads[i],) = cast_all([grad], (given[i],))
-        return tuple(grads)
+            types = [found["outs"][i] for i in chosen]
+            new = custom.trace(expanded, found["residuals"], types)
+            args = [*residuals, *(cotangents[i] for i in chosen)]
+            facts = [*kept, *[visitor.unknown] * len(chosen)]
+            outs, _ = custom.visited(new, args, facts)
+            grads: Values = [None] * len(given)
+            for i, grad, is_zero in zip(free, outs, _are_zeros(new), strict=True):
+                if not is_zero:
+                    (grads[i],) = cast_all([grad], (given[i],))
+            return tuple(grads)
+
+        results = cast_all(outs[:count], custom.dtypes)
+        return results, jax.tree_util.Partial(backward, outs[count:])
 
     call = jax.custom_vjp(custom.run)
-    call.defvjp(forward, backward, symbolic_zeros=True)
+    call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
     outs = list(call(*values))
     return outs, visitor.result_facts(outs, custom.known)
-
-
-def _watch_cotangent(x: PyTree, index: int, live: set[int]) -> PyTree:
-    """Returns `x`; if its cotangent is not known to be zero, adds the index to `live`."""
-
-    @jax.custom_vjp
-    def same(x: PyTree) -> PyTree:
-        return x
-
-    def backward(_: None, cotangent: PyTree) -> tuple[PyTree]:
-        if not _is_zero(cotangent):
-            live.add(index)
-        return (cotangent,)
-
-    same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
-    return same(x)
 
 
 def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
