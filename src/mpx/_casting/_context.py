@@ -29,7 +29,9 @@ from mpx._jax._tree import AxisName
 # loss scale of its own, bf16.
 _half = make_jit_context(None)
 # Part of the key, too: what a derivative rule does depends on it, and JAX keeps rules.
-_in_gradient_function = make_jit_context(False)
+in_gradient_function = make_jit_context(False)
+gradient_function = functools.partial(in_gradient_function, True)
+"""Marks the code inside as a gradient that mpx takes, with a loss scaling."""
 
 
 def _parse_half(datatype: DTypeLike) -> np.dtype:
@@ -98,16 +100,6 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[obj
     return _half(_parse_half(datatype))
 
 
-def gradient_function() -> contextlib.AbstractContextManager[object]:
-    """Marks the code inside as a gradient that mpx takes, with a loss scaling."""
-    return _in_gradient_function(True)
-
-
-def in_gradient_function() -> bool:
-    """Returns whether the gradient that is being traced is taken by mpx."""
-    return _in_gradient_function.value
-
-
 CONSTANTS = ("BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE")
 
 
@@ -132,9 +124,14 @@ COMPUTE = "compute"
 F32 = np.dtype(np.float32)
 Reduce = np.dtype | str | None
 
-_chosen = make_jit_context(None)
+reducing_in = make_jit_context(None)
+"""What `amp` without an option of its own does in the code inside: a `Reduce`."""
 _plain = make_jit_context(False)
-_shards = make_jit_context(False)
+plain_matmuls = functools.partial(_plain, True)
+"""Makes `amp` write its matmuls as plain ones, for a transformation around it."""
+in_shards = make_jit_context(False)
+over_shards = functools.partial(in_shards, True)
+"""Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
 
 
 def parse_reduce(dtype: DTypeLike | None) -> Reduce:
@@ -144,36 +141,11 @@ def parse_reduce(dtype: DTypeLike | None) -> Reduce:
     return parse_float_dtype(dtype, "reduce_dtype")
 
 
-def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[object]:
-    """Sets what `amp` without an option of its own does in the code inside."""
-    return _chosen(dtype)
-
-
-def chosen_reduce() -> Reduce:
-    """Returns what a gradient function around the call has chosen."""
-    return _chosen.value
-
-
-def over_shards() -> contextlib.AbstractContextManager[object]:
-    """Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
-    return _shards(True)
-
-
-def in_shards() -> bool:
-    """Returns whether a `jax.vmap` around the call is one over shards."""
-    return _shards.value
-
-
-def plain_matmuls() -> contextlib.AbstractContextManager[object]:
-    """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
-    return _plain(True)
-
-
 def amp_reduce(own: Reduce) -> Reduce:
     """Returns what `amp` does, whose own option comes before that of the gradient."""
     if _plain.value:
         return COMPUTE
-    return _chosen.value if own is None else own
+    return reducing_in.value if own is None else own
 
 
 def weight_grad_dtype(choice: Reduce, weight: Array, compute: np.dtype) -> np.dtype:
@@ -316,16 +288,6 @@ def take_scales(
     """Splits off the `Fp8State` that a function with delayed scaling takes first."""
     if not has_scales(func):
         return None, args
-    if any(
-        layer.args
-        for layer in _layers(func)
-        if isinstance(layer, functools.partial | eqx.Partial)
-    ):
-        raise TypeError(
-            "A `partial` has bound the first arguments of a function under `fp8` with "
-            "`DelayedScaling`, of which the first is its `Fp8State`. Pass that after the "
-            "loss scaling at each call, and bind others by keyword."
-        )
     if not args or not hasattr(args[0], "amaxes"):
         found = type(args[0]).__name__ if args else "nothing"
         raise TypeError(

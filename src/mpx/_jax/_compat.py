@@ -21,9 +21,11 @@ from mpx._jax._private import (
     ClosedJaxpr,
     Jaxpr,
     Tracer,
+    current_name_stack,
     private,
     tracer_type,
     unspecified_sharding,
+    user_context,
 )
 from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
@@ -67,7 +69,7 @@ make_jit_context = jax.make_user_context
 
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes along which a value differs between devices."""
-    if not jax.sharding.get_abstract_mesh().manual_axes or private("varying") is None:
+    if not jax.sharding.get_abstract_mesh().manual_axes:
         return frozenset()
     axis_type = getattr(aval, "manual_axis_type", None)
     return getattr(axis_type, "varying", None) or frozenset()
@@ -266,12 +268,8 @@ def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[...
 
 def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     """Gives new equations the source and the scopes of an old one."""
-    names, info = private("scopes"), eqn.source_info
-    if names is not None:
-        stack = names.current_name_stack() + info.name_stack
-        return names.user_context(info.traceback, name_stack=stack)
-    scope = "/".join(scopes_of(eqn))
-    return jax.named_scope(scope) if scope else contextlib.nullcontext()
+    stack = current_name_stack() + eqn.source_info.name_stack
+    return user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:
@@ -281,8 +279,7 @@ def scopes_of(eqn: Any) -> tuple[str, ...]:
 
 def ambient_scopes() -> tuple[str, ...]:
     """Returns the `jax.named_scope`s around the running code."""
-    names = private("scopes")
-    return () if names is None else _scopes(names.current_name_stack())
+    return _scopes(current_name_stack())
 
 
 def _scopes(stack: Any) -> tuple[str, ...]:
