@@ -126,10 +126,7 @@ cast_to_full_precision = cast_to_float32
 
 
 def cast_to_float16(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to f16; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
+    """Casts the floating arrays of a pytree to f16; for arguments see `cast_to_float32`.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
@@ -139,10 +136,7 @@ def cast_to_float16(x: PyTree) -> PyTree:
 
 
 def cast_to_bfloat16(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
+    """Casts the floating arrays of a pytree to bf16; for arguments see `cast_to_float32`.
 
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
@@ -152,10 +146,7 @@ def cast_to_bfloat16(x: PyTree) -> PyTree:
 
 
 def cast_to_half_precision(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to the configured half precision.
-
-    Args:
-        x: Any pytree.
+    """Casts to the configured half precision; for arguments see `cast_to_float32`.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype
@@ -290,12 +281,10 @@ def call_in_full_precision(
     dtypes = {dtype_of(leaf) for leaf in leaves if is_floating(leaf)}
     args, kwargs = widen_tree((args, kwargs))
     out = func(*args, **kwargs)
-    if return_dtype is None and not dtypes:
-        return out
-    if return_dtype is None:
+    if return_dtype is None and dtypes:
         with jax.numpy_dtype_promotion("standard"):
             return_dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
-    return _cast_floats(out, lambda _: return_dtype)
+    return out if return_dtype is None else _cast_floats(out, lambda _: return_dtype)
 
 
 def is_state_node(node: object) -> bool:

@@ -267,18 +267,9 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
             f"but {policy!r} was given."
         )
     text = policy.strip()
-    if text in PRECISIONS:
-        param, compute = PRECISIONS[text]
-        return Policy(param, compute, param, keep=keep)
     if "=" not in text:
-        dtype = _policy_dtype(text, policy)
-        param = half_precision_datatype() if dtype is None else dtype
-        return Policy(param, dtype, param, keep=keep)
-    return Policy(**_parse_parts(text, policy), keep=keep)
-
-
-def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
-    """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
+        param, compute = PRECISIONS.get(text, (text, text))
+        text = f"p={param},c={compute},o={param}"
     options: dict[str, PyTree] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
@@ -300,15 +291,13 @@ def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     for name, dtype in options.items():
         if dtype is None and name != "compute_dtype":
             options[name] = half_precision_datatype()
-    return options
+    return Policy(**options, keep=keep)
 
 
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:
     """Returns the dtype, or `None` for "half", which a policy looks up when used."""
-    if name == "half":
-        return None
     try:
-        return parse_float_dtype(name)
+        return None if name == "half" else parse_float_dtype(name)
     except ValueError:
         raise ValueError(
             f"Unknown dtype {name!r} in the policy {policy!r}. Use f16, bf16, f32, f64, "

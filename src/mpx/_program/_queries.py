@@ -137,17 +137,13 @@ def walk_inside(here: Position) -> Iterator[Position]:
         yield from walk(body, here.inside())
 
 
-def equations(jaxpr: Any) -> Iterator[Equation]:
-    """Yields the equations of a jaxpr and of all jaxprs inside it."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        yield from equations_inside(eqn)
-
-
-def equations_inside(eqn: Equation) -> Iterator[Equation]:
-    """Yields the equations of the jaxprs inside an equation."""
-    for body in sub_jaxprs(eqn):
-        yield from equations(body)
+def equations(source: Any) -> Iterator[Equation]:
+    """Yields the equations of a jaxpr, or inside an equation, and of all jaxprs in them."""
+    is_equation = hasattr(source, "primitive")
+    for body in sub_jaxprs(source) if is_equation else [open_jaxpr(source)[0]]:
+        for eqn in body.eqns:
+            yield eqn
+            yield from equations(eqn)
 
 
 def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
@@ -160,14 +156,9 @@ def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
             yield eqn
 
 
-def contains(jaxpr: Any, names: Collection[str]) -> bool:
-    """Returns whether a jaxpr holds one of these primitives, at any depth."""
-    return any(eqn.primitive.name in names for eqn in equations(jaxpr))
-
-
-def holds(eqn: Equation, names: Collection[str]) -> bool:
-    """Returns whether the jaxprs of an equation hold one of these primitives."""
-    return any(inner.primitive.name in names for inner in equations_inside(eqn))
+def holds(source: Any, names: Collection[str]) -> bool:
+    """Returns whether a jaxpr, or one inside an equation, holds one of these primitives."""
+    return any(eqn.primitive.name in names for eqn in equations(source))
 
 
 def fold(jaxpr: Any, func: Callable[[Any, Callable[[Equation], list[T]]], T]) -> T:
