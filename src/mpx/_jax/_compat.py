@@ -79,11 +79,10 @@ def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Marks `x` as differing between the devices of manual mesh axes.
 
     Under `jax.shard_map` the derivative with respect to a replicated value would be
-    summed over the devices. For the axis of a `vmap` nothing is tracked and `x` comes
-    back.
+    summed over the devices. For the axis of a `vmap` nothing is tracked.
     """
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    names = set(axis_names) & set(mapped) - varying_axes(jax.typeof(x))
+    mapped = {*jax.sharding.get_abstract_mesh().manual_axes}
+    names = mapped - varying_axes(jax.typeof(x))
     missing = tuple(name for name in axis_names if name in names)
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -156,11 +155,8 @@ def hi_jaxpr(eqn: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _expanded(primitive: Any, avals: tuple[Any, ...]) -> Any:
-    structure = primitive.in_tree
-
-    def call(*args: Any) -> list[Any]:
-        return jax.tree.leaves(primitive.expand(*structure.unflatten(args)))
-
+    expand, structure = primitive.expand, primitive.in_tree
+    call = lambda *args: jax.tree.leaves(expand(*structure.unflatten(args)))  # noqa: E731
     return jax.make_jaxpr(call)(*avals)
 
 

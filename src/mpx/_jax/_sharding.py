@@ -183,9 +183,7 @@ def may_cut_groups(x: Array, group: int) -> bool:
 
 def whole_groups(x: Array, group: int) -> Array:
     """Reshards an array of explicit axes if its shards end within a group."""
-    sharding = jax.typeof(x).sharding
-    whole = uncut(sharding, x.shape, group)
-    return x if whole is sharding else jax.sharding.reshard(x, whole)
+    return _resharded(x, uncut(jax.typeof(x).sharding, x.shape, group))
 
 
 def uncut(sharding: PyTree, shape: tuple[int, ...], group: int) -> PyTree:

@@ -8,6 +8,7 @@ the rule that it replaces is told the same. Rules are kept by the jaxprs that th
 of, so they hold types, never values: a value would be a leaked tracer.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,43 +102,33 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
     avals, branches = types_of(operands), op.eqn.params["branches"]
     invars = open_jaxpr(branches[0])[0].invars
     facts = visitor.facts_inside(op.facts[1:], invars, "operand")
-    inputs, new, found = [], [], []
+    groups, new, found = [], [], []
     for branch in branches:
-        inputs.append(visitor.more_inputs(op))
-        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=inputs[-1])
+        more = visitor.more_inputs(op)
+        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=more)
+        groups.append(jax.tree.leaves(more))
         new.append(jaxpr)
         found.append(known)
+    more = [leaf for group in groups for leaf in group]
     dtypes = [dtypes_of(branch.out_avals) for branch in new]
-    if len(set(dtypes)) > 1:
-        # The branches must agree: where they differ, each has the dtype of the original.
+    if more or len(set(dtypes)) > 1:
+        # The branches must agree: where they differ, each has the dtype of the original,
+        # and each gets the further inputs of all.
         common = tuple(
             seen[0] if len(set(seen)) == 1 else var.aval.dtype
             for *seen, var in zip(*dtypes, op.eqn.outvars, strict=True)
         )
-        new = [
-            rewrite(visitor, op, branch, avals, facts, more=more, dtypes=common)[0]
-            for branch, more in zip(branches, inputs, strict=True)
-        ]
-    groups = [jax.tree.leaves(more) for more in inputs]
-    if any(groups):
-        new = [_with_all_inputs(x, avals, groups, i) for i, x in enumerate(new)]
-    more = [leaf for group in groups for leaf in group]
+
+        def alike(run: Callable[..., Values], start: int, group: Values) -> Jaxpr:
+            own = [*range(len(avals)), *range(start, start + len(group))]
+            call = lambda *args: cast_all(run(*(args[i] for i in own)), common)  # noqa: E731
+            return jax.make_jaxpr(call)(*avals, *types_of(more))
+
+        starts = itertools.accumulate(map(len, groups), initial=len(avals))
+        new = [*map(alike, map(as_function, new), starts, groups)]
     outs = bind(op.eqn, [index, *operands, *more], branches=tuple(new))
     known = [visitor.join_facts(list(facts)) for facts in zip(*found, strict=True)]
     return outs, visitor.result_facts(outs, known)
-
-
-def _with_all_inputs(
-    branch: Jaxpr, avals: list[Aval], groups: list[Values], position: int
-) -> Jaxpr:
-    """Gives a branch the further inputs of all branches: they are called alike."""
-    start = len(avals) + sum(map(len, groups[:position]))
-    stop = start + len(groups[position])
-    run = as_function(branch)
-    more = types_of([leaf for group in groups for leaf in group])
-    return jax.make_jaxpr(lambda *args: run(*args[: len(avals)], *args[start:stop]))(
-        *avals, *more
-    )
 
 
 def _shard_map(visitor: Visitor, op: Op) -> Outcome:
@@ -205,14 +196,13 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     jaxpr = eqn.params["jaxpr"]
     body, _ = open_jaxpr(jaxpr)
     n_consts, n_carry = scan_sizes(eqn.params)
-    consts, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
-    xs = values[n_consts + n_carry :]
-    const_vars, carry_vars = body.invars[:n_consts], body.invars[n_consts:][:n_carry]
-    x_vars = body.invars[n_consts + n_carry :]
+    start = n_consts + n_carry
+    consts, carry, xs = values[:n_consts], values[n_consts:start], values[start:]
+    carry_vars, x_vars = body.invars[n_consts:start], body.invars[start:]
     known = [
-        *visitor.facts_inside(op.facts[:n_consts], const_vars, "operand"),
+        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
         *_carried_facts(visitor, op.facts[n_consts:], carry_vars, body.outvars),
-        *visitor.facts_inside(op.facts[n_consts + n_carry :], x_vars, "slice"),
+        *visitor.facts_inside(op.facts[start:], x_vars, "slice"),
     ]
     more = visitor.more_inputs(op)
     sliced = jax.tree.map(_slice_type, more)
