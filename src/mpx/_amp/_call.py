@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from mpx._amp._emit import Autocast
 from mpx._amp._facts import F32, current_recording, is_low
 from mpx._casting._context import argument_names, refuse_cast_arguments
-from mpx._casting._keep import is_state, run_in_scopes
+from mpx._casting._keep import calls_marked, is_state
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_count
 from mpx._jax._compat import (
@@ -189,7 +189,7 @@ def _call_pure(
         return outs
 
     kept_types = visitor.kept_types
-    kept = run_in_scopes(kept_types) if kept_types else contextlib.nullcontext()
+    kept = calls_marked(kept_types) if kept_types else contextlib.nullcontext()
     # What a type selects is not part of the names by which programs are remembered.
     if eager is not None and nothing_is_traced() and not kept_types:
         # The function is traced anew, since what it closes over may have changed; but

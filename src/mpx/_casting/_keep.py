@@ -86,10 +86,11 @@ class Keep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Lets modules of the kept types run as by `force_full_precision` inside."""
-        types = (*self._selected.types, *self._always)
+        chosen = [x for x in self._selected.selectors if isinstance(x, type)]
+        types = (*chosen, *self._always)
         outer, token = _called.get(set[type]()), _called.set(self._called)
         try:
-            with _calls_replaced(types, _in_f32):
+            with calls_marked(types, _in_f32):
                 yield
         finally:
             _called.reset(token)
@@ -134,13 +135,9 @@ _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictiona
 _called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
 
 
-def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
-    """Lets callables of these types run in a named scope that `amp` and `fp8` know."""
-    return _calls_replaced(types, _in_scope)
-
-
 @contextlib.contextmanager
-def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
+def calls_marked(types: tuple[type, ...], mark: Any = _in_scope) -> Iterator[None]:
+    """Lets callables of these types run in a scope for `amp` and `fp8`, or in f32."""
     classes = _with_own_calls(types)
     with _lock:
         for cls in classes:
@@ -149,7 +146,7 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
                 _own_calls[cls] = vars(cls).get("__call__")
                 _replace_call(cls)
     try:
-        with setting(types):
+        with mark(types):
             yield
     finally:
         with _lock:
