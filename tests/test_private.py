@@ -7,7 +7,6 @@ import sys
 import warnings
 from typing import Any
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,18 +141,6 @@ def test_methods_of_models_run_as_written_without_the_lifting_of_flax(hide):
     kernel = variables["params"]["Dense_0"]["kernel"]
     out: Any = Model().apply(variables, x)
     np.testing.assert_allclose(out, x @ kernel, rtol=1e-6)
-
-
-def test_functions_run_as_written_without_the_state_of_haiku(hide):
-    hide("haiku._src.stateful:difference")
-    x = jnp.linspace(-1, 1, 6).reshape(2, 3)
-    model = hk.without_apply_rng(
-        hk.transform(lambda x: mpx.amp(hk.Linear(4, with_bias=False))(x))
-    )
-    with pytest.warns(RuntimeWarning, match="inside `hk.transform` as written"):
-        params = model.init(jax.random.key(0), x)
-    out = model.apply(params, x)
-    np.testing.assert_allclose(out, x @ params["linear"]["w"], rtol=1e-6)
 
 
 def test_gpu_without_kernels_runs_plain_jax_with_one_warning(hide, monkeypatch):

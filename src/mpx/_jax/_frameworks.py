@@ -1,9 +1,8 @@
 """Linen and Haiku models that are running.
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
-so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
-here: if it is not loaded, none of its models can be running.
+so those of Linen go in as arguments and come out as results, as in `nn.remat`. Where that is
+not possible, writing is refused. Neither library is imported here.
 """
 
 import contextlib
@@ -106,44 +105,13 @@ def _linen_variables() -> list[PyTree]:
     return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
 
 
-def in_haiku() -> bool:
-    """Returns whether a function under `hk.transform` is running."""
-    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
-    if running_init is None:
-        return False
-    try:
-        running_init()
-    except ValueError:  # outside
-        return False
-    return True
-
-
-def call_haiku(
-    func: Func, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], run: Run
-) -> PyTree:
-    """Calls a Haiku function by `run(pure, variables, func, args, kwargs)`."""
-    haiku = private("haiku")
-    if haiku is None:
-        return func(*args, **kwargs)
-
-    def pure(
-        variables: PyTree, func: PyTree, args: PyTree, kwargs: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        with (
-            haiku.temporary_internal_state(variables, share_python_state=True),
-            haiku.push_jax_trace_level(),
-        ):
-            out = func(*args, **kwargs)
-            return out, haiku.difference(variables, haiku.internal_state())
-
-    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
-    haiku.update_internal_state(changed)
-    return out
-
-
-def haiku_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `linear/w` for `variables/params/linear/w`, and whether it is a parameter."""
-    del is_param  # other arguments of a function inside `hk.transform` are none
-    if name.startswith("variables/params/"):
-        return LeafName(name.path.removeprefix("params/")), True
-    return LeafName(name.path or name, name.types), name.argument == "func"
+def refuse_haiku() -> None:
+    """Raises inside `hk.transform`, where a traced function would leave its tracers."""
+    if (haiku := sys.modules.get("haiku")) is None:
+        return
+    with contextlib.suppress(ValueError):  # it is not inside
+        haiku.running_init()
+        raise TypeError(
+            "`amp` and `fp8` cannot be used inside `hk.transform`. Wrap the loss, or the "
+            "`apply` of the transformed function, instead."
+        )

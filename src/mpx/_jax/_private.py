@@ -1,4 +1,4 @@
-"""Private names of JAX, Flax and Haiku, with what mpx loses without each; JAX's types.
+"""Private names of JAX and Flax, with what mpx loses without each; JAX's types.
 
 Any release may rename or remove such a name. It is reached only through `private`, so
 that a missing one turns one feature off, with one warning. What is imported from
@@ -91,12 +91,6 @@ FEATURES = {
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
         "flax.core.lift: pack",
         "flax.linen.transforms: lift_direct_transform",
-    ),
-    "haiku": (
-        "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
-        "haiku._src.base: push_jax_trace_level",
-        "haiku._src.stateful: difference internal_state temporary_internal_state "
-        "update_internal_state",
     ),
 }
 """Parts of mpx that need private names: what is lost without them, and the names."""

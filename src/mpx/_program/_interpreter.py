@@ -350,7 +350,7 @@ class Traced(NamedTuple):
     consts: Sequence[PyTree]  # Its constants
     arrays: list[PyTree]  # Its arguments
     named: list[Named]  # Their names, and which of them are parameters
-    has_params: bool  # Not while Linen or Haiku initialise a model
+    has_params: bool  # Not while Linen initialises a model
 
     def named_arrays(self) -> list[tuple[LeafName, PyTree]]:
         """Returns the arguments with their names."""
