@@ -69,11 +69,11 @@ def cast_tree(
 ) -> PyTree:
     """Casts the floating arrays of a pytree and leaves everything else alone.
 
-    Every real floating array of at least 16 bits is cast: of JAX, of NumPy, or a
-    `ShapeDtypeStruct`. Everything else comes back as it is (integers, complex numbers, PRNG
-    keys, float8 values, Python numbers, functions), so a whole training state can be
-    passed. Loss scalings keep their f32. The parameters of an NNX module are cast in a
-    copy; its other variables, such as the statistics of BatchNorm, are only widened.
+    Real floating arrays of at least 16 bits are cast: of JAX, of NumPy, or
+    `ShapeDtypeStruct`s. Everything else, such as integers, complex numbers, PRNG keys, float8
+    values and Python numbers, comes back as it is, so a whole training state can be passed.
+    Loss scalings keep their f32. The parameters of an NNX module are cast in a copy; its
+    other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
     half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
@@ -163,9 +163,6 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
         reference: A pytree of the same structure. Where it holds no floating array the
             leaf of `tree` comes back as it is.
 
-    Raises:
-        ValueError: If the structures differ.
-
     Examples:
         >>> before = {"mean": jnp.zeros(2)}
         >>> cast_like({"mean": jnp.ones(2, jnp.float16)}, before)["mean"].dtype
@@ -244,9 +241,8 @@ def force_full_precision(
 ) -> Callable[..., PyTree]:
     """Runs a function in full precision, whatever the dtype of its inputs.
 
-    It is meant for the few operations that overflow or lose too much in half precision:
-    sums, means, softmax, norms. f64 inputs stay f64. Equinox `State`s and NNX objects are
-    passed on and returned as they are.
+    Use it for operations that overflow or lose too much in half precision: sums, means,
+    softmax, norms. f64 inputs stay f64. Equinox `State`s and NNX objects pass as they are.
 
     Args:
         func: The function. Leave it out to use it as a decorator with arguments.

@@ -56,9 +56,6 @@ def set_half_precision_datatype(datatype: DTypeLike | None) -> None:
     Args:
         datatype: f16 or bf16, as a dtype or as a name; `None` restores the default.
 
-    Raises:
-        ValueError: If it is anything else.
-
     Examples:
         >>> set_half_precision_datatype("bfloat16")
         >>> half_precision_datatype()
@@ -89,9 +86,6 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[obj
     Args:
         datatype: f16 or bf16, as a dtype or as a name.
 
-    Raises:
-        ValueError: If it is anything else.
-
     Examples:
         >>> with half_precision("bf16"):
         ...     print(half_precision_datatype())
@@ -104,10 +98,7 @@ CONSTANTS = ("BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE")
 
 
 def constant(name: str) -> Array | np.dtype:
-    """Returns a constant of the paper, computed when it is read so that it is not stale.
-
-    The two maxima are f32 scalars; making them at import would start a JAX backend.
-    """
+    """Returns a constant of the paper: made at import, it would start a JAX backend."""
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()
     if name == "FLOAT16_MAX":
@@ -264,10 +255,7 @@ def arguments_cast_to(dtype: np.dtype) -> Iterator[None]:
 
 
 def refuse_cast_arguments() -> None:
-    """Raises if `amp` is called where a policy has cast the arguments to 16 bits.
-
-    `amp` casts operation by operation and needs the parameters as they are.
-    """
+    """Raises if `amp` is called where a policy has cast the arguments to 16 bits."""
     if _cast_to.get() is not None:
         raise ValueError(
             "`amp` was called inside a function whose arguments a policy casts to "

@@ -36,10 +36,7 @@ def is_statistic(name: str) -> bool:
 
 
 def is_state(name: LeafName) -> bool:
-    """Returns whether a leaf belongs to running statistics or other state.
-
-    Rounded to half precision, an average that moves by less than half an ulp stands still.
-    """
+    """Returns whether a leaf belongs to running statistics, which 16 bits would stop."""
     return is_statistic(f"{name}/") or any(
         issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
         for kind in name.types

@@ -106,11 +106,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 
 
 def is_float_dtype(dtype: np.dtype) -> bool:
-    """Returns whether mpx casts numbers of this dtype: real floating with at least 16 bits.
-
-    Narrower formats store quantised values, whose meaning lies in a scale kept
-    elsewhere.
-    """
+    """Returns whether mpx casts numbers of this dtype; narrower ones have a scale elsewhere."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
 
 

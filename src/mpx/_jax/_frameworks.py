@@ -70,10 +70,7 @@ def call_linen(call: LinenCall, kwargs: dict[str, PyTree], run: Run) -> PyTree:
 
 
 def linen_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `params/Dense_0/kernel`, and whether it is a parameter, for its variable.
-
-    That has the name `variables/0/0/params/Dense_0/kernel`.
-    """
+    """Returns `params/Dense_0/kernel`, a parameter, for `variables/0/0/params/…`."""
     del is_param  # other arguments of a method are none
     if name.argument != "variables":
         return LeafName(name.path or name), False

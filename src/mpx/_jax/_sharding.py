@@ -81,10 +81,7 @@ def _with_spec(sharding: NamedSharding, spec: PartitionSpec) -> NamedSharding:
 
 
 def zero_beside(leaves: Iterable[PyTree], dtype: DTypeLike) -> PyTree:
-    """Returns a scalar zero that is replicated over the devices of some arrays.
-
-    Restored from a checkpoint, one on other devices could not be used beside them.
-    """
+    """Returns a scalar zero that is replicated over the devices of some arrays."""
     leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     if any(map(is_tracer, leaves)):
@@ -122,10 +119,9 @@ def fsdp_shardings(
     """Returns a sharding for each leaf of a tree, for fully sharded data parallelism.
 
     An array is sharded along its largest axis that the devices divide evenly. Small arrays,
-    and those without such an axis, are replicated: biases and norms, for example. The last
-    axis is only cut between the groups of 32 elements that share a scale in a compressed
-    optimizer, unless it is the only axis that can be cut. Apply it to the parameters:
-    `optimizer.init` gives the state their shardings.
+    and those without such an axis, are replicated. The last axis is only cut between the
+    groups of 32 elements that share a scale in a compressed optimizer, unless no other can
+    be cut. Apply it to the parameters: `optimizer.init` gives the state their shardings.
 
     Args:
         tree: The parameters: arrays or `ShapeDtypeStruct`s.
@@ -167,11 +163,9 @@ def fsdp_shardings(
 
 
 def may_cut_groups(x: Array, group: int) -> bool:
-    """Returns whether shards of the last axis may end within a group.
-
-    With automatic axes JAX does not tell how `x` is sharded, only over which mesh.
-    """
+    """Returns whether shards of the last axis may end within a group."""
     sharding = jax.typeof(x).sharding
+    # With automatic axes JAX does not tell how `x` is sharded, only over which mesh.
     mesh, groups = sharding.mesh, x.shape[-1] // group
     automatic = math.prod(
         mesh.shape[name]
@@ -245,10 +239,7 @@ def over_shards(
     whole: Sequence[str],
     **sizes: int,
 ) -> PyTree:
-    """Calls a kernel, which XLA cannot partition, on each device with its shards.
-
-    Nothing is communicated, except to bring the arguments into their layout.
-    """
+    """Calls a kernel, which XLA cannot partition, on each device with its shards."""
     mesh = jax.typeof(like).sharding.mesh
     if mesh.are_all_axes_manual or not like.ndim:
         return local(*args)

@@ -21,10 +21,7 @@ def version_tuple(version: str) -> tuple[int, ...]:
 
 
 def check_version(installed: str) -> None:
-    """Rejects a JAX that is too old, and one that is wrong on aarch64 CPUs: 0.10.2.
-
-    It fuses a broadcast product with its reduction: 100 % error at shape (128, 256).
-    """
+    """Rejects a JAX that is too old, and one that is wrong on aarch64 CPUs: 0.10.2."""
     if version_tuple(installed) < (0, 10, 1) or version_tuple(installed) == (0, 10, 2):
         raise ImportError(
             f"mpx needs jax>=0.10.1,!=0.10.2, but jax {installed} is installed. "
