@@ -13,15 +13,8 @@ from jaxtyping import PyTree
 
 from mpx._casting._context import half_precision_datatype
 from mpx._casting._select import Matcher, Selectors, parse_selectors
+from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32, parse_float_dtype
-from mpx._jax._nnx import (
-    copy,
-    is_nnx,
-    is_variable_of_state,
-    map_variables,
-    put_back,
-    take_out,
-)
 from mpx._jax._tree import (
     LeafName,
     cast_leaf,
@@ -50,7 +43,7 @@ def map_floating(
     fn: Callable[[LeafName, PyTree], PyTree], tree: PyTree, argument: str = ""
 ) -> PyTree:
     """Maps the floating leaves of a pytree, and of the NNX objects in it."""
-    plain, objects = take_out(tree, argument)
+    plain, objects = _nnx.take_out(tree, argument)
     plain = map_with_name(
         lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
         plain,
@@ -59,9 +52,9 @@ def map_floating(
     )
     if not objects:
         return plain
-    fresh = copy(objects)
-    map_variables(fresh, fn)
-    return put_back(plain, fresh)
+    fresh = _nnx.copy(objects)
+    _nnx.map_variables(fresh, fn)
+    return _nnx.put_back(plain, fresh)
 
 
 def cast_tree(
@@ -99,7 +92,7 @@ def cast_tree(
     def cast(name: LeafName, leaf: PyTree) -> PyTree:
         if where is not None and selected.find(name, leaf) is None:
             return leaf
-        if any(map(is_variable_of_state, name.types)):
+        if any(map(_nnx.is_variable_of_state, name.types)):
             return cast_state_leaf(leaf, target)
         return cast_leaf(leaf, target)
 
@@ -285,7 +278,9 @@ def call_in_full_precision(
 
 def is_state_node(node: object) -> bool:
     """Returns whether a node is state, or keeps its dtypes: it is handed on as it is."""
-    return isinstance(node, eqx.nn.State) or _keeps_its_dtypes(node) or is_nnx(node)
+    return (
+        isinstance(node, eqx.nn.State) or _keeps_its_dtypes(node) or _nnx.is_nnx(node)
+    )
 
 
 def widen_tree(tree: PyTree) -> PyTree:

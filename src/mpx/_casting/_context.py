@@ -294,15 +294,10 @@ def original(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def argument_names(func: Callable[..., PyTree], count: int) -> list[str]:
     """Returns the names of the positional parameters, for paths in rules and errors."""
     parameters = _parameters(func)
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    names = [item.name for item in parameters if item.kind in positional][:count]
     taken = {item.name for item in parameters}
-    for number in range(len(names), count):
-        names.append(_unused(f"arg{number}", taken))
-    return names
+    positional = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
+    names = [item.name for item in parameters if item.kind.name in positional][:count]
+    return names + [_unused(f"arg{i}", taken) for i in range(len(names), count)]
 
 
 def _parameters(func: Callable[..., PyTree]) -> list[inspect.Parameter]:

@@ -306,15 +306,14 @@ class _CustomCall:
         outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
         return as_results(outs, body.outvars), known
 
-    def original_avals(self, values: Sequence[PyTree]) -> list[Aval]:
-        """Returns the types of operands with the dtypes of the traced function."""
-        pairs = zip(self.eqn.invars, types_of(values), strict=True)
-        return [with_dtype(aval, var.aval.dtype) for var, aval in pairs]
-
-    def differentiable(self, perturbed: Sequence[bool]) -> tuple[int, ...]:
-        """Returns the operands for which a derivative is asked."""
+    def differentiable(
+        self, values: Sequence[PyTree], perturbed: Sequence[bool]
+    ) -> tuple[list[int], list[Aval]]:
+        """Returns for which operands a derivative is asked, and the original types."""
         pairs = enumerate(zip(self.eqn.invars, perturbed, strict=True))
-        return tuple(i for i, (var, asked) in pairs if asked and _smooth(var))
+        free = [i for i, (var, asked) in pairs if asked and _smooth(var)]
+        dtypes = [var.aval.dtype for var in self.eqn.invars]
+        return free, [*map(with_dtype, types_of(values), dtypes)]
 
     def partially(
         self, args: Sequence[PyTree], free: Sequence[int]
@@ -350,7 +349,8 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
-        free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
+        asked = [not _is_zero(tangent) for tangent in tangents]
+        free, avals = custom.differentiable(primals, asked)
         if any(i < eqn.params.get("num_consts", 0) for i in free):
             raise NotImplementedError(
                 "A value that a function under `jax.custom_jvp` closes over is "
@@ -363,7 +363,6 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
             outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
             return outs, [pushed[i] for i in custom.smooth]
 
-        avals = custom.original_avals(primals)
         new = custom.trace(expanded, avals, [avals[i] for i in free])
         known = [
             visitor.fact_inside(custom.facts[i], eqn.invars[i], "tangent") for i in free
@@ -391,9 +390,9 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
         # Differentiating for a value that the function closed over is refused by JAX.
-        free = custom.differentiable([primal.perturbed for primal in primals])
-        avals, given = custom.original_avals(args), dtypes_of(args)
-        found: dict[str, PyTree] = {}
+        asked = [primal.perturbed for primal in primals]
+        free, avals = custom.differentiable(args, asked)
+        given, found = dtypes_of(args), dict[str, PyTree]()
 
         def expanded(*args: PyTree) -> Values:
             call = custom.partially(args, free)
