@@ -133,7 +133,8 @@ def call_through(
     def pure(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         return _call_pure(visitor, _Call(func, args, kwargs), eager, describe)
 
-    refuse_haiku()
+    if "haiku" in sys.modules:
+        refuse_haiku()
     if "flax.linen" not in sys.modules:
         return pure(func, *args, **kwargs)
     found = linen_call(func, args)

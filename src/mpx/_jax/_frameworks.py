@@ -104,10 +104,8 @@ def _linen_variables() -> list[PyTree]:
 
 def refuse_haiku() -> None:
     """Raises inside `hk.transform`, where a traced function would leave its tracers."""
-    if (haiku := sys.modules.get("haiku")) is None:
-        return
-    with contextlib.suppress(ValueError):  # it is not inside
-        haiku.running_init()
+    with contextlib.suppress(ValueError):  # outside
+        sys.modules["haiku"].running_init()
         raise TypeError(
             "`amp` and `fp8` cannot be used inside `hk.transform`. Wrap the loss, or the "
             "`apply` of the transformed function, instead."
