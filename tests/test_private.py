@@ -16,7 +16,7 @@ from flax import linen as nn
 import mpx
 from mpx._fp8 import _operands
 from mpx._jax import _private
-from mpx._jax._version import check_version
+from mpx._jax._compat import check_version
 from mpx._kernels import _dispatch
 from mpx._optim._optimizers import flash_adamw
 

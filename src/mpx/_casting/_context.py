@@ -35,16 +35,13 @@ gradient_function = functools.partial(in_gradient_function, True)
 
 
 def _parse_half(datatype: DTypeLike) -> np.dtype:
-    try:
-        dtype = parse_float_dtype(datatype)
-    except ValueError:
-        dtype = None
-    if dtype is None or dtype.itemsize != 2:
-        raise ValueError(
-            f"Half precision is float16 or bfloat16, but {datatype!r} was given. Pass "
-            '`jnp.float16`, `jnp.bfloat16`, "float16" or "bfloat16".'
-        )
-    return dtype
+    with contextlib.suppress(ValueError):
+        if (dtype := parse_float_dtype(datatype)).itemsize == 2:
+            return dtype
+    raise ValueError(
+        f"Half precision is float16 or bfloat16, but {datatype!r} was given. Pass "
+        '`jnp.float16`, `jnp.bfloat16`, "float16" or "bfloat16".'
+    )
 
 
 def set_half_precision_datatype(datatype: DTypeLike | None) -> None:

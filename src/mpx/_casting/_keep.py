@@ -159,19 +159,13 @@ def calls_marked(types: tuple[type, ...], mark: Any = _in_scope) -> Iterator[Non
 
 def _with_own_calls(types: tuple[type, ...]) -> list[type]:
     """Returns the types that can be called, and their subclasses with other calls."""
-    found: dict[type, None] = {}
-
-    def add(cls: type) -> None:
-        for subclass in cls.__subclasses__():
-            if subclass not in found and "__call__" in vars(subclass):
-                found[subclass] = None
-            add(subclass)
-
-    for cls in types:
-        if _has_call(cls):
-            found[cls] = None
+    found, waiting = dict.fromkeys(types), [*types]
+    while waiting:
+        cls = waiting.pop()
         if cls not in (object, type) and cls.__module__ != "builtins":
-            add(cls)
+            waiting += cls.__subclasses__()
+        if "__call__" in vars(cls):
+            found[cls] = None
     return [cls for cls in found if _has_call(cls)]
 
 

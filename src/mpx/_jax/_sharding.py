@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -251,16 +251,12 @@ def over_shards(
         )
         return call(*jax.tree.map(_resharded, args, given))
 
-    parts = lambda mesh, args, _: Parts(local, *layout(*args))  # noqa: E731
+    parts = lambda mesh, args, _: (local, *layout(*args))  # noqa: E731
     return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
 
 
-class Parts(NamedTuple):
-    """How XLA partitions a function over the devices of a mesh."""
-
-    local: Callable[..., PyTree]  # the function of what one device has
-    given: Any  # the shardings of the arguments
-    results: Any  # the shardings of the results
+Parts = tuple[Callable[..., PyTree], Any, Any]
+"""The function of what one device has; the shardings of its arguments and results."""
 
 
 def partitioned(
@@ -275,8 +271,8 @@ def partitioned(
     """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
 
     def partition(mesh: Any, args: PyTree, result: Any) -> tuple[PyTree, ...]:
-        found = parts(mesh, args, result)
-        return mesh, found.local, found.results, found.given
+        local, given, results = parts(mesh, args, result)
+        return mesh, local, results, given
 
     sizes = sizes or {}
     # Shardy wants them in the order in which the rule names them.
@@ -284,7 +280,7 @@ def partitioned(
     call = private("kernels").custom_partitioning(func)
     call.def_partition(
         partition,
-        infer_sharding_from_operands=lambda *types: parts(*types).results,
+        infer_sharding_from_operands=lambda *types: parts(*types)[2],
         sharding_rule=rule,
         need_replication_factors=tuple(factors),
         **sizes,

@@ -16,7 +16,6 @@ from mpx._program._queries import (
     OUTERMOST,
     Equation,
     Position,
-    body_of,
     called,
     sub_jaxprs,
 )
@@ -59,7 +58,7 @@ def after(
     """Returns the labels of the results of an equation; a call has those of its body."""
     if eqn.primitive.name not in CALLS:
         return rule(eqn, labels)
-    body = body_of(eqn)
+    body = next(sub_jaxprs(eqn))
     given = dict.fromkeys(body.constvars, constant)
     given.update(zip(body.invars, labels, strict=True))
     inside = lambda inner, known: after(inner, known, rule, literal, constant)  # noqa: E731

@@ -74,11 +74,6 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
-def body_of(eqn: Equation) -> PyTree:
-    """Returns the jaxpr of a call or of a scan."""
-    return next(sub_jaxprs(eqn))
-
-
 def called(eqn: Equation) -> PyTree:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
     inner = [x for x in eqn.params.values() if isinstance(x, JAXPRS)]
@@ -214,7 +209,7 @@ def every_use(
         if passes == "result":
             passes = every_use(jaxpr, eqn.outvars[0], judge, scopes, once=once)
         elif passes == "inside":
-            body = body_of(eqn)
+            body = next(sub_jaxprs(eqn))
             passes = every_use(body, body.invars[position], judge, around, once=once)
         if not passes:
             return False

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._jax._compat import is_tracer
+from mpx._jax._compat import __version__, is_tracer
 from mpx._jax._tree import dtype_of, flatten_with_names, shape_of
-from mpx._jax._version import __version__
 from mpx._optim._state import FlashState
 from mpx._scaling._loss_scaling import LossScaling
 from mpx.checkpoint._leaves import (

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
+from mpx._jax._compat import __version__, version_tuple
 from mpx._jax._devices import cuda_capability
-from mpx._jax._version import __version__, version_tuple
 from mpx.inspect._result import Result, Table, amount
 
 # The compute capability since which matmuls run in a format.
