@@ -5,7 +5,6 @@ The half precision is what "half" stands for. Like the marks it is part of the c
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import math
@@ -91,18 +90,19 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[obj
     return _half(_parse_half(datatype))
 
 
-CONSTANTS = ("BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE")
+CONSTANTS = {
+    "BFLOAT16_MAX": FORMATS["bf16"].max,
+    "FLOAT16_MAX": FORMATS["f16"].max,
+    "HALF_PRECISION_DATATYPE": None,
+}
 
 
 def constant(name: str) -> Array | np.dtype:
     """Returns a constant of the paper: made at import, it would start a JAX backend."""
-    if name == "HALF_PRECISION_DATATYPE":
-        return half_precision_datatype()
-    if name == "FLOAT16_MAX":
-        return jnp.float32(FORMATS["f16"].max)
-    if name == "BFLOAT16_MAX":
-        return jnp.float32(FORMATS["bf16"].max)
-    raise AttributeError(f"module 'mpx' has no attribute {name!r}")
+    if name not in CONSTANTS:
+        raise AttributeError(f"module 'mpx' has no attribute {name!r}")
+    number = CONSTANTS[name]
+    return half_precision_datatype() if number is None else jnp.float32(number)
 
 
 # --- The dtype in which gradients are summed over devices -----------------------------
@@ -236,27 +236,16 @@ def is_fp8(func: Callable[..., PyTree]) -> bool:
     return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
 
 
-_cast_to: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "cast_to", default=None
-)
-
-
-@contextlib.contextmanager
-def arguments_cast_to(dtype: np.dtype) -> Iterator[None]:
-    """Marks the time in which a function runs on arguments that a policy has cast."""
-    token = _cast_to.set(short_name(dtype) if dtype.itemsize == 2 else None)
-    try:
-        yield
-    finally:
-        _cast_to.reset(token)
+arguments_cast_to = make_jit_context(F32)
+"""Marks the time in which a function runs on arguments that a policy has cast."""
 
 
 def refuse_cast_arguments() -> None:
     """Raises if `amp` is called where a policy has cast the arguments to 16 bits."""
-    if _cast_to.get() is not None:
+    if (dtype := arguments_cast_to.value).itemsize == 2:
         raise ValueError(
             "`amp` was called inside a function whose arguments a policy casts to "
-            f"{_cast_to.get()}, so that both would round them. Put the whole loss under "
+            f"{short_name(dtype)}, so that both would round them. Put the whole loss under "
             "`amp`, `mpx.value_and_grad(mpx.amp(loss))`; or pass "
             '`policy="f32"`, so that only `amp` casts.'
         )

@@ -8,6 +8,7 @@ the rule that it replaces is told the same. Rules are kept by the jaxprs that th
 of, so they hold types, never values: a value would be a leaked tracer.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -157,9 +158,9 @@ def _carry_dtypes(
     visitor: Visitor,
     variables: Sequence[PyTree],
     values: Values,
-    step: Callable[[Dtypes], Sequence[Aval]],
+    body_for: Callable[[Dtypes, None], tuple[Jaxpr, Facts]],
 ) -> Dtypes:
-    """Returns dtypes that a loop body maps to themselves; `step` tells what it returns.
+    """Returns dtypes that a loop body maps to themselves.
 
     A carry may be an accumulator: it keeps its dtype unless the visitor lets it be narrow.
     Then it has the dtype that goes in if the body returns the same, else its own.
@@ -169,7 +170,8 @@ def _carry_dtypes(
         return original
     current = dtypes_of(values)
     while True:
-        given = zip(current, dtypes_of(step(current)), original, strict=True)
+        found = dtypes_of(body_for(current, None)[0].out_avals)[: len(current)]
+        given = zip(current, found, original, strict=True)
         after = tuple(old if old == new else own for old, new, own in given)
         if after == current:
             return current
@@ -212,8 +214,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         types = [*types_of(consts), *_types_with(carry_vars, carry), *x_types]
         return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)
 
-    step = lambda dtypes: body_for(dtypes, None)[0].out_avals[:n_carry]  # noqa: E731
-    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, body_for)
     new, found = body_for(dtypes, dtypes + (None,) * (len(eqn.outvars) - n_carry))
     carry = cast_all(carry, dtypes)
     leaves = jax.tree.leaves(more)
@@ -262,9 +263,9 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
         known += carried
         return rewrite(visitor, op, params[name], types, known, dtypes=outs)
 
-    step = lambda dtypes: part("body_jaxpr", dtypes, None)[0].out_avals  # noqa: E731
-    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
-    new, known = part("body_jaxpr", dtypes, dtypes)
+    body_for = functools.partial(part, "body_jaxpr")
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, body_for)
+    new, known = body_for(dtypes, dtypes)
     outs = bind(
         op.eqn,
         [*values[: n_cond + n_body], *cast_all(carry, dtypes)],
