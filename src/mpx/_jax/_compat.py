@@ -161,7 +161,6 @@ def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
 
 # --- Jaxprs ---------------------------------------------------------------------------
 
-
 JAXPRS = (Jaxpr, ClosedJaxpr)
 """The types of jaxprs, open or closed."""
 

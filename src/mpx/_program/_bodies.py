@@ -39,7 +39,6 @@ from mpx._program._interpreter import (
     Aval,
     Dtypes,
     Facts,
-    Handler,
     Jaxpr,
     Op,
     Outcome,
@@ -53,9 +52,7 @@ from mpx._program._interpreter import (
     types_of,
     with_dtype,
 )
-from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation
-
-INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
+from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names
 
 
 def _body(visitor: Visitor, op: Op) -> tuple[Jaxpr, Facts, Values, Values]:
@@ -455,10 +452,10 @@ def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
     return jax.checkpoint(as_function(new), **options)(*values), known
 
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, Callable[[Visitor, Op], Outcome]] = {
     "jit": _jit,
     "pjit": _jit,
-    **dict.fromkeys(INLINED, _inline),
+    **dict.fromkeys(names("closed_call core_call call eval_jaxpr"), _inline),
     **dict.fromkeys(REMAT, _remat),
     "cond": _cond,
     "shard_map": _shard_map,
