@@ -1,15 +1,10 @@
 """Selectors: one way to name layers, parameters and operations.
 
-A selector is a regular expression, a type or a predicate `(path, leaf) -> bool`.
-
-- An expression is searched in the path of a parameter, such as `layers/0/norm/weight`, and
-  in `amp` and `fp8` also in the path of `jax.named_scope`s around an operation. The path
-  starts inside the argument that holds the parameter. An argument that is an array by
-  itself has no path: the expression must match the whole name of the argument.
-- A type such as `eqx.nn.LayerNorm` selects everything that nodes of this type hold and,
-  where functions run, what their `__call__` computes.
-
-An expression or a type that selects nothing is an error that lists near names.
+A selector is a predicate `(path, leaf) -> bool`; a type, which selects what its nodes hold
+and, where functions run, what their `__call__` computes; or a regular expression. That is
+searched in the path of a parameter inside its argument, such as `layers/0/norm/weight`, and in
+`amp` and `fp8` also in the path of `jax.named_scope`s. An argument that is an array has no
+path: its whole name must match. An expression or type that selects nothing is an error.
 """
 
 import difflib

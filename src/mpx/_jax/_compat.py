@@ -1,7 +1,6 @@
-"""The only file that knows which JAX is installed.
+"""Versions: all that differs between those of JAX, or that JAX does not promise to keep.
 
-Whatever differs between versions of JAX, or is not covered by its stability promise, is
-reached through here. `mpx._jax._private` looks names up; what is missing has a fallback here.
+`mpx._jax._private` looks names up; what is missing has a fallback here.
 """
 
 import contextlib

@@ -50,13 +50,13 @@ def call_linen(call: LinenCall, kwargs: dict[str, PyTree], run: Run) -> PyTree:
 
     def lifted(method: Func, *args: PyTree, **kwargs: PyTree) -> PyTree:
         def inner(
-            scope_fn: PyTree, repack: PyTree, *given: PyTree, **kwargs: PyTree
-        ) -> tuple[PyTree, PyTree]:
+            scope_fn: Func, repack: Func, *given: PyTree, **kwargs: PyTree
+        ) -> PyTree:
             variables, rngs, *args = given
 
             def pure(
                 variables: PyTree, rngs: PyTree, args: PyTree, kwargs: PyTree
-            ) -> tuple[PyTree, PyTree]:
+            ) -> PyTree:
                 scope = scope_fn(variables, rngs)
                 return method(scope, *args, **kwargs), repack(scope)
 
