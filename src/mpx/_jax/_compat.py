@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
@@ -23,8 +24,6 @@ from mpx._jax._private import (
     Tracer,
     current_name_stack,
     private,
-    tracer_type,
-    unspecified_sharding,
     user_context,
 )
 from mpx._jax._private import Literal as Literal
@@ -61,6 +60,29 @@ check_version(jax.__version__)
 HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
 
 # --- Tracers --------------------------------------------------------------------------
+
+_ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
+
+
+@functools.cache
+def tracer_type(transform: str) -> type:
+    """Returns the type of the values that a function sees under a transformation."""
+    seen: list[type] = []
+
+    def see(x: jax.Array) -> jax.Array:
+        seen.append(type(x))
+        return x
+
+    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
+    jax.eval_shape(calls[transform], _ARGUMENT)
+    return seen[0]
+
+
+@functools.cache
+def unspecified_sharding() -> Any:
+    """Returns what a jit equation holds for an argument without a sharding."""
+    jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
+    return jaxpr.eqns[0].params["in_shardings"][0]
 
 
 def is_tracer(x: object) -> bool:

@@ -1,4 +1,4 @@
-"""Private names of JAX and Flax, with what mpx loses without each; JAX's types.
+"""Private names of JAX and Flax, with what mpx loses without each.
 
 Any release may rename or remove such a name. It is reached only through `private`, so
 that a missing one turns one feature off, with one warning. What is imported from
@@ -13,8 +13,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import numpy as np
 from jax.core import Tracer as Tracer
 from jax.core import eval_jaxpr as eval_jaxpr
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
@@ -119,32 +117,6 @@ def private(feature: str) -> Any:
                 )
             return None
     return types.SimpleNamespace(**found)
-
-
-# --- Types ----------------------------------------------------------------------------
-
-_ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
-
-
-@functools.cache
-def tracer_type(transform: str) -> type:
-    """Returns the type of the values that a function sees under a transformation."""
-    seen: list[type] = []
-
-    def see(x: jax.Array) -> jax.Array:
-        seen.append(type(x))
-        return x
-
-    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
-    jax.eval_shape(calls[transform], _ARGUMENT)
-    return seen[0]
-
-
-@functools.cache
-def unspecified_sharding() -> Any:
-    """Returns what a jit equation holds for an argument without a sharding."""
-    jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
-    return jaxpr.eqns[0].params["in_shardings"][0]
 
 
 @contextlib.contextmanager
