@@ -90,9 +90,10 @@ def short_name(dtype: np.dtype) -> str:
 def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
     """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name."""
     # Names are ours alone: NumPy reads "f8" as f64, "half" as f16 and `None` as f64.
-    parsed, is_name = None, isinstance(dtype, str) or dtype is None
+    parsed = None
     with contextlib.suppress(TypeError):
-        parsed = _NAMES.get(dtype or "") if is_name else np.dtype(dtype)
+        by_name = isinstance(dtype, str) or dtype is None
+        parsed = _NAMES.get(str(dtype)) if by_name else np.dtype(dtype)
     if parsed is None or parsed not in _SHORT_NAMES or not is_float_dtype(parsed):
         raise ValueError(
             f"`{what}` must be a floating dtype of at least 16 bits (f16, bf16, f32 or "
