@@ -28,7 +28,7 @@ PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --dur
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test rooms breaks oldest wheel gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
+.PHONY: help demo test rooms breaks oldest dist wheel gpu-compile gpu-tests zoo zoo-run check lint types layers docs pages format clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -64,10 +64,15 @@ oldest: $(VENV)/test.done  ## Run some tests with the oldest packages that pypro
 	  $$($(BIN)/python tests/lower_bounds.py) jaxlib==$(OLDEST_JAX)
 	$(CACHE) PYTHONPATH=src $(OLDEST_VENV)/bin/python -m pytest -q -n $(JOBS) $(OLDEST_TESTS) $(ARGS)
 
+dist: $(VENV)/release.done  ## Build the sdist and, from it, the wheel; check what an index would show.
+	@rm -rf dist && $(BIN)/python -m build --outdir dist . > dist.log 2>&1 \
+	  || { cat dist.log; exit 1; }
+	@rm dist.log
+	$(BIN)/twine check --strict dist/*
+
 WHEEL_VENV := .venv-wheel
-wheel: $(VENV)/test.done  ## Build the wheel, install it, and use it outside of the sources.
+wheel: dist $(VENV)/test.done  ## Build and install the wheel, and use it outside of the sources.
 	$(call beside,$(WHEEL_VENV))
-	@rm -rf dist && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@$(WHEEL_VENV)/bin/python -m pip install --quiet --no-deps --force-reinstall dist/*.whl
 	@cd $(WHEEL_VENV) && $(CACHE) bin/python -P $(CURDIR)/tests/check_wheel.py $(CURDIR)/dist
 
@@ -167,6 +172,10 @@ $(VENV)/zoo.done: pyproject.toml $(VENV)/constraints.txt
 	@echo "Installing other people's packages (once, a few minutes)"
 	@$(INSTALL) --editable . --group zoo
 	@$(INSTALL) --no-deps --group zoo-without-deps
+	@touch $@
+
+$(VENV)/release.done: pyproject.toml $(VENV)/constraints.txt
+	@$(INSTALL) --group release
 	@touch $@
 
 $(VENV)/dev.done: pyproject.toml $(VENV)/constraints.txt

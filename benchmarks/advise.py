@@ -4,7 +4,6 @@
     python benchmarks/advise.py --part emulate --models mlp lstm
     python benchmarks/advise.py --part measure --sizes tiny tiny-gpt
     python benchmarks/advise.py --part measure --sizes vit-base --batch 64   # a GPU
-    python benchmarks/advise.py --part measure --sizes gpt2 --length 512 --max-grad-error 0.25
 
 emulate: the real over the emulated error of amp's default and of policies that keep one group,
 and the time to judge all groups.
@@ -23,8 +22,7 @@ from _faults.table import normal, weight
 from _measure import format_table, number, read_options
 from _models import make_task
 from _zoo import REGISTRY
-from mpx.inspect._advice import Bench
-from mpx.inspect._policies import PrecisionPolicy, Study
+from mpx.inspect._advice import PrecisionPolicy, Study
 from text import TINY
 
 
@@ -83,14 +81,13 @@ def emulate_part(names, half):
         for label in known.labels:
             known.alone(half, label)
         seconds = time.perf_counter() - start
-        bench = Bench(known)
         chosen = [PrecisionPolicy(half)]
         for kind, pattern in map(known.selector, known.labels):
             fields: dict[str, Any] = {kind: (pattern,)}
             chosen.append(PrecisionPolicy(half, **fields))
         ratios = []
         for policy in chosen[:8]:
-            real, emulated = bench.error(policy), known.error(policy)
+            real, emulated = known.measure(policy), known.error(policy)
             print(f"  {name} {policy}: {emulated:.2e} {real:.2e}", flush=True)
             ratios += [real / emulated] if emulated > 0 else []
         default, *kept = ratios

@@ -30,11 +30,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import _h200 as h200
 import _measure as measure
 import mpx
 from _models import Decoder
 from mpx.inspect import collectives
-from mpx.inspect._compiled import compiler_options, described, h200_devices
 
 # A length that is no width of a weight, nor a part of one, tells activations.
 LLAMA = Decoder(32, 4096, 11008, 32, 32, 32000, sequences=8, length=3072)
@@ -95,7 +95,7 @@ def cases():
 def compiled(case, sizes):
     """Returns the gradient step of a case, compiled for eight H200s."""
     shape, names = MESHES.get(case.layout, ((8,), "data"))
-    mesh = Mesh(np.array(h200_devices(8)).reshape(shape), names)
+    mesh = Mesh(np.array(h200.devices(8)).reshape(shape), names)
 
     def sharded(path, shape):
         sharding = NamedSharding(mesh, spec_of(case.layout, path[-1].key))
@@ -115,8 +115,8 @@ def compiled(case, sizes):
     func = step_of(case, functools.partial(sizes.loss, place=place), parts, by_mpx)
     shardings = jax.tree.map(lambda x: x.sharding, params)
     # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
-    options = compiler_options("h200") | {"xla_gpu_enable_triton_gemm": False}
-    with described("h200"), jax.set_mesh(mesh):
+    options = h200.compiler_options() | {"xla_gpu_enable_triton_gemm": False}
+    with h200.described(), jax.set_mesh(mesh):
         lowered = jax.jit(func, out_shardings=shardings).lower(params, tokens)
         return lowered.compile(options)
 

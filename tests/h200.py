@@ -8,21 +8,24 @@ import json
 import sys
 from typing import Any
 
+from scripts import script
+
 TOKENS, WIDTH, HIDDEN = 2048, 1024, 4096
 
 
 def devices():
     """Eight H200s that one can compile for."""
-    from mpx.inspect._compiled import h200_devices
+    return script("_h200").devices(8)
 
-    return h200_devices(8)
+
+def described():
+    """Traces the code inside for an H200."""
+    return script("_h200").described()
 
 
 def compiler_options() -> dict[str, Any]:
     """Where NVIDIA's compiler is; nothing can be timed without a GPU."""
-    from mpx.inspect import _compiled
-
-    return _compiled.compiler_options("h200")
+    return script("_h200").compiler_options()
 
 
 def mlp(p, x):

@@ -83,13 +83,13 @@ sys.exit(any([status(pid) for pid in pair]))
 DOCTOR = """
 import jax
 from mpx.__main__ import main
-from mpx.inspect import _cluster
+from mpx.inspect import _doctor
 
-options = ["doctor", "--cluster", "--json", "--no-measure"]
+options = ["doctor", "--cluster", "--json"]
 print("status", main(options))
-describe = _cluster.describe
+describe = _doctor.describe
 if jax.process_index() == 1:
-    _cluster.describe = lambda: describe() | {"jax": "0.1"}
+    _doctor.describe = lambda: describe() | {"jax": "0.1"}
 print("status", main(options))
 """
 # Arrays of which each process holds a part.
@@ -115,7 +115,7 @@ w = part(np.ones((4, 4), np.float32))
 x = part(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4), "data")
 found = mpx.inspect.explain(mpx.amp(loss), w, x)
 print("explained", found.verdict, round(found.loss_in_f32, 4))
-print("machine", *mpx.inspect.doctor(measure=False).devices.values())
+print("machine", *mpx.inspect.doctor().devices.values())
 """
 
 

@@ -634,11 +634,11 @@ WRONG_OPTIONS = {
     "b1": (dict(b1=1.0), "`b1` must lie in"),
     "bits": (
         dict(master_weight_bits=16),
-        "`master_weight_bits` must be 24, 32 or None",
+        "`master_bits` must be one of 24, 32, None",
     ),
     "bits of a group": (
         dict(param_groups=[{"params": "w", "master_weight_bits": 16}]),
-        "`master_weight_bits` must be 24, 32 or None",
+        "`master_bits` must be one of 24, 32, None",
     ),
 }
 

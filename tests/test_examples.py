@@ -386,3 +386,91 @@ def test_the_script_starts_from_any_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--preset {digits,vit-desktop,vit-base}" in done.stdout
+
+
+def load(name, **sizes):
+    """Returns an example as a module, with smaller sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        module = importlib.import_module(name)
+    for size, value in sizes.items():
+        assert hasattr(module, size)
+        setattr(module, size, value)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_equinox_vit_learns_alike_in_f32_and_under_amp(capsys):
+    results = load("equinox_vit", LAYERS=1, PATCH=4, PLACES=4).main(["--steps", "30"])
+    (f32, _), (amp, _) = results["f32"], results["amp"]
+    assert f32 < 2.2
+    assert f32 != amp
+    assert abs(f32 - amp) < 0.03
+    assert "Matmul operations: 100.0 % in bf16" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_linen_resnet_skips_what_overflows_and_learns():
+    losses, skipped, state = load("linen_resnet").main(["--steps", "12"])
+    assert 0 < skipped < 6
+    assert int(state.step) == 12 - skipped
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(x.dtype == "float32" for x in jax.tree.leaves(state.batch_stats))
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_nnx_gpt_is_sharded_and_learns():
+    sizes = {"LAYERS": 1, "LENGTH": 16}
+    losses, share = load("nnx_gpt_fsdp", **sizes).main(["--steps", "20"])
+    assert jax.device_count() == 8
+    assert share < 0.2  # an eighth, and what is replicated
+    assert losses[-1] < 0.85 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_fp8_language_model_learns_as_in_f32():
+    sizes = {"LAYERS": 1, "LENGTH": 16}
+    results, report = load("fp8_language_model", **sizes).main(["--steps", "20"])
+    assert {x.param for x in report.fp8.changed} == {
+        f"params/layers/0/{name}" for name in ("qkv", "out", "up", "down")
+    }
+    assert results["f32"] < 4.2
+    assert len({*results.values()}) == 3
+    assert abs(results["bf16"] - results["f32"]) < 0.03
+    assert abs(results["fp8"] - results["f32"]) < 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_run_that_was_stopped_resumes_bit_for_bit(capsys):
+    load("resume").main(["--steps", "12"])  # which compares them
+    assert "stopped: from step 6 to 12" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_adapters_learn_beside_frozen_weights_of_16_bits():
+    results, merged = load("lora").main(["--steps", "100"])
+    assert results["before"] < 0.3
+    assert results["with adapters"] > 0.5
+    assert abs(results["merged"] - results["with adapters"]) < 0.03
+    assert {x.dtype for x in merged} == {np.dtype("bfloat16")}
+
+
+@pytest.mark.standard_promotion
+def test_picture_of_a_block_is_what_amp_does(tmp_path):
+    # When this fails: python examples/draw_block.py docs/images/block.svg
+    picture = tmp_path / "block.svg"
+    boxes, arrows = load("draw_block").main([str(picture)])
+    assert {name for name in boxes if boxes[name] == "bf16"} == {
+        *("qkv", "scores", "mix", "out", "up", "down")
+    }
+    assert arrows["gelu", "down"] == "bf16"
+    assert arrows["add1", "add2"] == "f32"
+    images = EXAMPLES.parent / "docs/images"
+    assert picture.read_text() == (images / "block.svg").read_text()

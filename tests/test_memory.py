@@ -1,10 +1,7 @@
 """`inspect.memory` predicts the bytes of a training step before anything runs."""
 
 import json
-import os
-import subprocess
-import sys
-import types
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +9,13 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import h200
 import mpx
-from mpx.inspect import _compiled, memory
+from mpx.inspect import memory
 from mpx.inspect._buffers import peak
-from mpx.inspect._program import program
 
 B, D, H = 64, 32, 128
 WORKSPACE = 32 << 20
@@ -287,97 +286,19 @@ def test_prediction_agrees_with_the_compiler(name, option):
     func, params, x = COMPILED[name]
     found = memory(func, params, x, optimizer=optax.sgd(0.1))[option]
     wrapped = mpx.amp(func) if option == "amp bf16" else func
-    compiled = mpx.inspect.report(wrapped, params, x, target="h200").compiled
-    assert compiled.peak_bytes * 0.8 < found.peak < compiled.peak_bytes * 1.2
+    place = NamedSharding(Mesh(h200.devices()[:1], "x"), P())
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (params, x)
+    )
+    # Without timing, XLA finds no tiles for some odd shapes of Triton's matmuls.
+    options = h200.compiler_options() | {"xla_gpu_enable_triton_gemm": False}
+    with h200.described(), jax.set_mesh(place.mesh):
+        lowered = jax.jit(jax.value_and_grad(wrapped)).lower(*args)
+        compiled = lowered.compile(options)
+    sizes = compiled.memory_analysis()
+    needed = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    needed += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
+    assert needed * 0.8 < found.peak < needed * 1.2
     fused = 2 if (name, option) == ("attention", "amp bf16") else 0
-    assert compiled.attention == fused
-
-
-@pytest.mark.gpu_compile
-def test_kernels_and_matmuls_of_the_compiled_program_are_counted():
-    func, params, x = COMPILED["relu"]
-    found = mpx.inspect.report(mpx.amp(func), params, x, target="h200").compiled
-    assert found.kernels > 10
-    assert sum(found.matmuls.other.values()) == 17
-
-
-@pytest.mark.gpu_compile
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-def test_fp8_for_a_gpu_that_is_not_there():
-    shapes = {"a": shape(1024, 4096), "b": shape(4096, 1024)}, shape(2048, 1024)
-    p, x = mpx.cast_to_bfloat16(shapes)
-    func = mpx.fp8(loss, min_gain=0)
-    if jax.__version_info__ >= (0, 12):
-        with pytest.raises(NotImplementedError, match=r"The CUDA plugin of jax 0\.1"):
-            mpx.inspect.report(func, p, x, target="h200")
-        return
-    found = mpx.inspect.report(func, p, x, target="H200")
-    assert found.compiled.matmuls.fp8 == 5
-    assert found.opaque == ()
-
-
-@pytest.mark.gpu_compile
-def test_compiling_for_a_gpu_changes_nothing_for_what_runs_here():
-    code = """
-import os, jax, jax.numpy as jnp, mpx
-jnp.ones(3) + 1  # JAX has found its devices
-w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-found = mpx.inspect.report(lambda w, x: jnp.sum(x @ w), w, w, target="h200")
-assert found.compiled.kernels
-assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
-assert float(jnp.sum(jnp.ones(3))) == 3
-assert jax.devices()[0].platform == "cpu"
-"""
-    hidden = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
-    environment = {k: v for k, v in os.environ.items() if k not in hidden}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_missing_plugin_leaves_the_environment_alone(monkeypatch):
-    names = types.SimpleNamespace(get_topology_desc=_not_there)
-    monkeypatch.setattr(_compiled, "private", lambda _: names)
-    monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: None)
-    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
-    with pytest.raises(ImportError, match=r'pip install "jax\[cuda13\]=='):
-        mpx.inspect.report(loss, PARAMS, shape(B, D), target="H200")
-    assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
-
-
-def _not_there(**options):
-    assert os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] == "1"
-    raise NotImplementedError("topology not implemented for cuda")
-
-
-def test_plugin_that_jax_left_out_is_registered(monkeypatch):
-    done = []
-
-    def describe(**options):
-        if not done:
-            raise NotImplementedError("topology not implemented for cuda")
-        return types.SimpleNamespace(devices=["gpu"])
-
-    names = types.SimpleNamespace(get_topology_desc=describe)
-    monkeypatch.setattr(_compiled, "private", lambda _: names)
-    monkeypatch.setattr(_compiled, "_initialize_plugin", lambda: done.append(True))
-    assert _compiled.h200_devices(1) == ["gpu"]
-
-
-def test_refusal_of_the_plugin_is_explained(monkeypatch):
-    class Lowered:
-        def compile(self, options):
-            raise RuntimeError("Failed to serialize StableHLO to plugin version 1.16.3")
-
-    monkeypatch.setattr(_compiled, "compiler_options", lambda _: {})
-    stages = types.SimpleNamespace(lower=lambda *_: Lowered())
-    monkeypatch.setattr(_compiled.jax, "jit", lambda _: stages)
-    full = program(loss, (PARAMS, shape(B, D)), {})
-    mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
-    message = "matmuls in fp8 are known to be one"
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
-        _compiled.compile_for(full, "h200")
-
-
-def test_description_of_the_target_is_shipped():
-    file = _compiled.__file__.replace("_compiled.py", "h200.txtpb")
-    with open(file) as text:
-        assert 'name: "NVIDIA H200"' in text.read()
+    text = compiled.as_text() or ""
+    assert len(re.findall(r'custom_call_target="[^"]*fmha', text)) == fused

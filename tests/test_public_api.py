@@ -70,7 +70,6 @@ PUBLIC = {
         "AmpView",
         "Candidate",
         "Collective",
-        "Compiled",
         "Diagnosis",
         "Explanation",
         "ExponentStats",

@@ -139,6 +139,7 @@ ENTRY %main (p: f32[16]) -> f32[16] {
 
 
 def test_collectives_are_read_with_dtypes_groups_loops_and_bytes():
+    assert collectives("") == []
     found = [tuple(x) for x in collectives(TEXT)]
     assert found == [
         ("all-gather", "bf16", (64, 32), 2, 5, True, 5 * 64 * 32 * 2 // 2),

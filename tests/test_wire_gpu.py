@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import h200
 import mpx
-from mpx.inspect import _cluster, collectives
+from mpx.inspect import _doctor, collectives
 from mpx.inspect._result import amount
 from scripts import script
 
@@ -103,11 +103,11 @@ def test_bytes_of_gathers_and_reductions(wire, key):
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_doctor_of_a_cluster_finds_the_wire_it_asks_for(monkeypatch, count):
-    monkeypatch.setattr(_cluster, "half", lambda: "bf16")
+    monkeypatch.setattr(_doctor, "half", lambda: "bf16")
     devices = np.array(h200.devices())[:count]
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     options = h200.compiler_options()
-    found = _cluster.check_wire(_cluster.Trial(mesh), options)
+    found = _doctor.check_wire(_doctor.Trial(mesh), options)
     assert found.passed
     # Two weights of 64 × 256: two bytes each are gathered, four reduced, once.
     part = 2 * 64 * 256 * (count - 1) / count

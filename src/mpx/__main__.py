@@ -7,22 +7,20 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what the machine or cluster offers; returns 1 if there is a problem."""
+    """Prints what the machine or cluster offers; returns 1 if a check failed."""
     arguments = _parser().parse_args(argv)
     import jax
 
     from mpx._jax._processes import check_processes
-    from mpx.inspect._cluster import conformance
-    from mpx.inspect._doctor import doctor
+    from mpx.inspect._doctor import conformance, doctor
 
-    measure = not arguments.no_measure
     if arguments.cluster:
         if arguments.processes > 1 and not jax.distributed.is_initialized():
             # Slurm and others describe the job, so that no arguments are needed.
             place = arguments.coordinator, arguments.processes, arguments.process_id
             jax.distributed.initialize(*(place if arguments.coordinator else ()))
         check_processes(arguments.processes)
-    found = (conformance if arguments.cluster else doctor)(measure=measure)
+    found = (conformance if arguments.cluster else doctor)()
     is_first = jax.process_index() == 0  # pyright: ignore[reportUnknownMemberType]
     if is_first or not arguments.cluster:
         print(found.to_json(indent=2) if arguments.json else found)
@@ -33,19 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpx", description="Mixed-precision training for JAX."
     )
-    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
-    text = "what this machine or cluster offers, and which precision"
-    doctor = commands.add_parser("doctor", help=text, description=text)
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.add_argument("--no-measure", action="store_true", help="time nothing")
-    group = doctor.add_argument_group(
-        "on a cluster", "Start the same command in every process of a job."
-    )
-    env = os.environ  # as in examples/cluster/train.py
+    env, add = os.environ, parser.add_argument  # as in examples/cluster/train.py
     size = env.get("JAX_NUM_PROCESSES") or env.get("SLURM_NTASKS") or 1
     rank, host = env.get("JAX_PROCESS_ID"), env.get("JAX_COORDINATOR_ADDRESS")
-    add = group.add_argument
-    add("--cluster", action="store_true", help="check all processes of a job")
+    add("command", choices=["doctor"], help="what is here, and which precision to use")
+    add("--json", action="store_true", help="print JSON")
+    add("--cluster", action="store_true", help="check a job; each process runs this")
     add("--coordinator", default=host, metavar="HOST:PORT", help="of process 0")
     add("--processes", type=int, default=size, metavar="N", help="that should run")
     add("--process-id", type=int, default=rank, metavar="I", help="of this process")

@@ -18,14 +18,7 @@ from jaxtyping import Bool, Int32, PyTree, UInt32
 
 from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
 from mpx._jax._sharding import sharded_as
-from mpx._jax._tree import (
-    AxisName,
-    dtype_of,
-    is_floating,
-    map_with_name,
-    named_leaves,
-    shape_of,
-)
+from mpx._jax._tree import AxisName, dtype_of, is_floating, map_with_name, named_leaves
 
 Kind = Literal["nan", "inf", "-inf", "huge", "flip"]
 _KINDS: tuple[str, ...] = get_args(Kind)
@@ -86,7 +79,6 @@ class Fault(eqx.Module):
     leaf: UInt32[Array, "*batch"]  # a checksum of the name
     index: UInt32[Array, "*batch"]
     local: UInt32[Array, "*batch"]  # the index in the shard of the device
-    bit: UInt32[Array, "*batch"]
     step: Int32[Array, "*batch"]
     steps: Int32[Array, "*batch"]
     device: Int32[Array, "*batch"]  # -1 is every one
@@ -99,7 +91,6 @@ class Fault(eqx.Module):
         *,
         leaf: str | None = None,
         index: int = 0,
-        bit: int | None = None,
         step: int = 0,
         steps: int = 1,
         device: int | None = None,
@@ -111,11 +102,10 @@ class Fault(eqx.Module):
             tree: The tree that `inject` will be called with, or one of the same names and
                 shapes: arrays or `ShapeDtypeStruct`s.
             kind: A NaN, an infinity, the largest finite number of the dtype, or a flipped
-                bit. Flips also hit integers.
+                bit: the highest of the exponent, or of an integer.
             leaf: The name of the leaf, such as `layers/0/weight`; `None` is the first
                 one that can be hit.
             index: The position in the flattened leaf, or in the shard that `device` holds.
-            bit: The bit to flip, from the lowest; by default the highest of the exponent.
             step: The first step with the fault; a negative one never comes.
             steps: The number of steps with the fault.
             device: The position in the mesh of the device whose shard is hit; `None` hits
@@ -123,24 +113,18 @@ class Fault(eqx.Module):
             backward: Whether to hit the cotangent of the leaf in place of its value.
 
         Raises:
-            ValueError: If there is no such leaf, number, bit or device.
+            ValueError: If there is no such leaf, number or device.
         """
         check_choice(kind, "kind", _KINDS)
         check_bool(backward, "`backward`")
         name, found = _leaf(tree, kind, leaf, backward)
         device = _EVERY if device is None else as_count(device, "device", at_least=0)
         index, local = _places(name, found, as_count(index, "index", 0), device)
-        bits = 8 * found.dtype.itemsize
-        if bit is None:
-            bit = bits - 2 if is_floating(found) else bits - 1
-        bit = as_count(bit, "bit", at_least=0)
-        check_value(bit < bits, "bit", f"less than {bits}, the bits of `{name}`", bit)
         self.kind, self.device = jnp.int32(_KINDS.index(kind)), jnp.int32(device)
         self.step = jnp.int32(as_count(step, "step"))
         self.steps = jnp.int32(as_count(steps, "steps", at_least=1))
-        self.leaf, self.bit = _checksum(name), jnp.uint32(bit)
         self.index, self.local = jnp.uint32(index), jnp.uint32(local)
-        self.backward = jnp.asarray(backward)
+        self.leaf, self.backward = _checksum(name), jnp.asarray(backward)
 
 
 def inject(
@@ -210,9 +194,8 @@ _tap.defvjp(_tap_forward, _tap_backward)
 def _planted(x: Array, fault: Fault, on: Array, place: Array) -> Array:
     """Replaces one number if `on`; everything is computed element by element."""
     word = np.dtype(f"u{x.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(x, word)
-    flip = lax.shift_left(np.ones((), word)[()], fault.bit.astype(word))
-    new = lax.bitcast_convert_type(bits ^ flip, x.dtype)
+    flip = word.type(1 << 8 * word.itemsize - 1 - is_floating(x))
+    new = lax.bitcast_convert_type(lax.bitcast_convert_type(x, word) ^ flip, x.dtype)
     if is_floating(x):
         largest = jnp.finfo(x.dtype).max
         values = [np.nan, np.inf, -np.inf, largest, 0]
@@ -225,7 +208,7 @@ def _planted(x: Array, fault: Fault, on: Array, place: Array) -> Array:
 def _can_flip(leaf: Any) -> bool:
     """Returns whether a leaf consists of integers or real numbers of whole bytes."""
     dtype = dtype_of(leaf)
-    if not isinstance(dtype, np.dtype) or 0 in shape_of(leaf):
+    if not isinstance(dtype, np.dtype) or 0 in leaf.shape:
         return False
     return is_floating(leaf) or (dtype.kind in "iu" and dtype != jax.dtypes.float0)
 
@@ -245,23 +228,20 @@ def _leaf(tree: PyTree, kind: str, leaf: str | None, backward: bool) -> tuple[st
 
 def _places(name: str, leaf: Any, index: int, device: int) -> tuple[int, int]:
     """Returns the positions of a number in its leaf, and in the shard of its device."""
-    shape = shape_of(leaf)
-    sharding = getattr(leaf, "sharding", None)
+    shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
+    ranges, held = [range(n) for n in shape], f"`{name}`"
     mesh = getattr(sharding, "mesh", None)
-    if device == _EVERY or not isinstance(mesh, Mesh):
-        size = int(np.prod(shape))
-        expected = f"less than {size}, the size of `{name}`"
-        check_value(index < size, "index", expected, index)
-        return index, index
-    assert isinstance(sharding, NamedSharding)
-    devices = mesh.devices.flatten()
-    count = len(devices)
-    check_value(device < count, "device", f"less than {count}, the devices", device)
-    slices = sharding.devices_indices_map(shape)[devices[device]]
-    ranges = [range(n)[part] for n, part in zip(shape, slices, strict=True)]
+    if device != _EVERY and isinstance(mesh, Mesh):
+        assert isinstance(sharding, NamedSharding)
+        devices = mesh.devices.flatten()
+        expected = f"less than {len(devices)}, the devices"
+        check_value(device < len(devices), "device", expected, device)
+        slices = sharding.devices_indices_map(shape)[devices[device]]
+        ranges = [x[part] for x, part in zip(ranges, slices, strict=True)]
+        held = "a shard"
     local = tuple(map(len, ranges))
     size = int(np.prod(local))
-    check_value(index < size, "index", f"less than {size}, the size of a shard", index)
+    check_value(index < size, "index", f"less than {size}, the size of {held}", index)
     inside = np.unravel_index(index, local)
     whole = tuple(part[i] for part, i in zip(ranges, inside, strict=True))
     return int(np.ravel_multi_index(whole, shape)) if shape else 0, index

@@ -54,7 +54,6 @@ FEATURES = {
         "jax._src.cudnn.fused_attention_stablehlo: check_cudnn_version "
         "check_compute_capability",
     ),
-    "topology": ("", "jax.experimental.topologies: get_topology_desc"),
     "kernels": (
         "optimizer steps, fp8 casts and exponent counts run without Triton kernels",
         "jax.experimental.custom_partitioning: custom_partitioning",
@@ -109,12 +108,10 @@ def private(feature: str) -> Any:
             found[name.rpartition(":")[2]] = pkgutil.resolve_name(name)
         except (ImportError, AttributeError):
             package = name.partition(".")[0]
-            if lost:
-                warn(
-                    f"The installed {package} has no `{name.replace(':', '.')}`, which "
-                    f"mpx relies on. Without it {lost}. Upgrade mpx, or install an older "
-                    f"{package}."
-                )
+            warn(
+                f"The installed {package} has no `{name.replace(':', '.')}`, which mpx "
+                f"relies on. Without it {lost}. Upgrade mpx, or install an older {package}."
+            )
             return None
     return types.SimpleNamespace(**found)
 

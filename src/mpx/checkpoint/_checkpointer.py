@@ -3,48 +3,41 @@
 import contextlib
 import os
 import pathlib
-from typing import IO
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import IO, Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
-from mpx._jax._arguments import as_count
+from mpx._jax._arguments import as_count, check_choice
 from mpx._jax._processes import gather_results
-from mpx.checkpoint._manifest import Packed, pack
-from mpx.checkpoint._restore import (
-    ARRAYS,
-    RECORD,
-    Fields,
-    Folder,
-    Manager,
-    Path,
-    absolute,
-    manager,
-    orbax,
-    read,
-    reader,
-    while_others_write,
+from mpx._jax._tree import is_array
+from mpx.checkpoint._leaves import (
+    checksums,
+    from_stored,
+    placed,
+    spans_processes,
+    stored_type,
+    to_stored,
 )
+from mpx.checkpoint._manifest import Leaf, Manifest, damaged, open_state, pack
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-_OWN = {
-    "max_to_keep": "pass `keep`",
-    "enable_async_checkpointing": "pass `asynchronous`",
-    **dict.fromkeys(["create", "cleanup_tmp_directories"], "the first `save` does so"),
-    **dict.fromkeys(
-        ["step_prefix", "step_format_fixed_length", "step_name_format"],
-        "the folder of a checkpoint has the number of its step",
-    ),
-}
-"""Options of Orbax that a `Checkpointer` sets, and what to do instead."""
+ARRAYS, RECORD = "state", "mpx"  # the names of what a checkpoint consists of
+Path = str | os.PathLike[str]
+Folder = Any  # an `etils.epath.Path`
+Manager = Any  # an `orbax.checkpoint.CheckpointManager`
+Fields = Literal["saved", "template"]
+# The managers of this process that write, and the files that it has locked, by folder.
 _writing: dict[str, Manager] = {}
-"""The managers of this process that write, by folder."""
 _locks: dict[str, IO[str]] = {}
-"""The files whose locks this process holds, by folder."""
 
 
 class Checkpointer:
@@ -54,9 +47,9 @@ class Checkpointer:
     that is killed leaves the last complete checkpoint as it was. Leave the `with` block, or
     call `close`, to wait for the last one.
 
-    Nothing in the folder changes before the first `save`, so other processes may read while
-    one job writes. A second process that writes to the same folder gets an error, unless the
-    file system has no locks, as object stores: give each job its own folder.
+    Nothing in the folder changes before the first `save`: other processes may read while one
+    job writes. A second job that writes gets an error, except in object stores, which have
+    no locks.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -88,14 +81,21 @@ class Checkpointer:
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
                 `save_interval_steps`, `keep_period`, `best_fn` and `best_mode`.
         """
-        for name in filter(_OWN.get, options):
-            raise TypeError(f"`{name}` cannot be chosen: {_OWN[name]}.")
+        own = {"max_to_keep", "enable_async_checkpointing"} & options.keys()
+        for name in (*own, *(x for x in options if x.startswith("step_"))):
+            raise TypeError(
+                f"`{name}` cannot be chosen: pass `keep` or `asynchronous`; the folder of a "
+                "checkpoint has the number of its step."
+            )
         keep = None if keep is None else as_count(keep, "keep", at_least=1)
-        self._path = absolute(path)
+        _orbax()
+        from etils import epath  # a part of Orbax's interface, with object stores
+
+        self._path: Folder = epath.Path(path).expanduser().absolute()
         self._options = {**options, "max_to_keep": keep}
         self._asynchronous, self._read_only = asynchronous, read_only
         self._is_writer = False
-        self._manager = reader(self._path, self._options)
+        self._manager = self._reader()
 
     def save(
         self, step: int, state: PyTree, *, metrics: PyTree = None, force: bool = False
@@ -112,25 +112,22 @@ class Checkpointer:
             force: Whether to save at every step, whatever the options say.
         """
         step = as_count(step, "step", at_least=0)
-        self._check_writes("saved")
-        self._check_metrics(metrics)
+        compares = self._options.get("best_fn") is not None
+        others = self._options.get("preservation_policy") is not None
+        if compares != (metrics is not None) and (compares or not others):
+            raise ValueError(
+                "`best_fn` of the Checkpointer compares the `metrics` that `save` gets: "
+                "pass both, or neither."
+            )
         latest = self._manager.latest_step()
         is_next = latest is None or step > latest
-        if is_next and not force and not self._manager.should_save(step):
+        skips = not force and not self._read_only and is_next
+        if skips and not self._manager.should_save(step):
             if not self._manager.is_saving_in_progress():
                 self.wait()  # raises if the checkpoint before was not written
             return False
-        packed: list[Packed] = []
-
-        def prepare() -> PyTree:
-            self.wait()
-            packed.append(pack(state))
-            return [packed[0].rows, self._is_writer]
-
-        found = gather_results(prepare)
-        manifest, arrays = packed[0].agreed([rows for rows, _ in found])
-        if not all(is_writer for _, is_writer in found):
-            self._become_writer()
+        manifest, arrays = pack(state, self.wait)
+        self._become_writer()
         latest = self._manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
@@ -138,14 +135,11 @@ class Checkpointer:
                 "saved: `restore` takes the latest. Remove the later ones with "
                 "`Checkpointer.delete(step)`, or save to another folder."
             )
-        args = orbax().args
+        args = _orbax().args
         items = {RECORD: args.JsonSave(manifest.to_json())}
         if arrays:
             items[ARRAYS] = args.PyTreeSave(arrays)
-        if metrics is not None:
-            metrics = jax.tree.map(
-                lambda x: x.item() if hasattr(x, "item") else x, metrics
-            )
+        metrics = jax.tree.map(lambda x: x.item() if hasattr(x, "item") else x, metrics)
         try:
             self._manager.save(
                 step, args=args.Composite(**items), metrics=metrics, force=True
@@ -164,15 +158,42 @@ class Checkpointer:
         fields: Fields | None = None,
     ) -> PyTree:
         """Restores a state; see `restore`. Waits for a checkpoint that is being written."""
-        self.steps()  # those of another process, too
-        place = self._manager, self._path
-        return read(*place, template, step=step, partial=partial, fields=fields)
+        check_choice(fields, "fields", ("saved", "template", None))
+        # Again, since the only one may be replaced by the next while they are listed.
+        steps = self.steps() or self.steps()
+        if not steps or (step is not None and step not in steps):
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise FileNotFoundError(
+                f"There is {which} in {self._path}, which has those of the steps {steps}."
+            )
+        number = steps[-1] if step is None else step
+        where, opened = self._path / str(number), open_state(template)
+        wanted = opened.manifest
+        found: list[Manifest] = []
+
+        def read_record() -> None:
+            found.append(_read_manifest(where))
+            compared = opened.fields if fields is None else set[str]()
+            found[0].check(wanted, f"{where}", compared, partial=partial)
+
+        try:
+            gather_results(read_record)
+            kept = opened.fields if fields == "template" else set[str]()
+            names = [name for name in wanted.leaves if name not in kept]
+            saved = {name: found[0].leaves[name] for name in names}
+            return opened.close(self._read_leaves(where, opened.leaves, saved))
+        except (FileNotFoundError, ValueError):
+            alone = jax.process_count() == 1
+            if step is not None or not alone or self.latest() in (None, number):
+                raise
+        # A writer has removed the checkpoint while it was read.
+        return self.restore(template, partial=partial, fields=fields)
 
     def steps(self) -> list[int]:
         """Returns the numbers of the checkpoints, in order. Waits for one being written."""
         self.wait()
         if not self._is_writer:
-            while_others_write(self._manager.reload)  # another process may write
+            _while_others_write(self._manager.reload)  # another process may write
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
@@ -198,10 +219,8 @@ class Checkpointer:
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint; one that is not there is a `FileNotFoundError`."""
-        self._check_writes("removed")
         self.wait()
-        if not all(gather_results(lambda: self._is_writer)):
-            self._become_writer()
+        self._become_writer()
         self._manager.delete(step)
 
     def wait(self) -> None:
@@ -226,35 +245,39 @@ class Checkpointer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _check_writes(self, what: str) -> None:
-        if self._read_only:
-            raise ValueError(
-                f"Nothing can be {what}: the Checkpointer of {self._path} was made with "
-                "`read_only=True`."
-            )
+    def _open(self, **more: object) -> Manager:
+        ocp = _orbax()
+        options = ocp.CheckpointManagerOptions(**self._options | more)
+        return ocp.CheckpointManager(self._path, options=options)
 
-    def _check_metrics(self, metrics: PyTree) -> None:
-        needs = self._options.get("best_fn") is not None
-        if needs and metrics is None:
-            raise ValueError("`best_fn` compares metrics: pass `metrics` to `save`.")
-        takes = needs or self._options.get("preservation_policy") is not None
-        if metrics is not None and not takes:
-            raise ValueError(
-                "Metrics are stored for `best_fn` only: pass it to the Checkpointer."
+    def _reader(self) -> Manager:
+        """Returns a manager that changes nothing (`read_only` logs warnings)."""
+        return _while_others_write(
+            lambda: self._open(
+                create=False,
+                cleanup_tmp_directories=False,
+                enable_async_checkpointing=False,
+                async_options=None,
+                save_root_metadata=False,
             )
+        )
 
     def _become_writer(self) -> None:
         """Starts a manager that writes, which removes what a killed process left."""
+        if self._read_only:
+            raise ValueError(
+                "Nothing can be saved or removed: the Checkpointer of "
+                f"{self._path} was made with `read_only=True`."
+            )
+        if all(gather_results(lambda: self._is_writer)):
+            return
         gather_results(lambda: jax.process_index() or _lock(self._path))
         earlier = _writing.get(str(self._path))
         if earlier is not None:
             earlier.wait_until_finished()  # of a Checkpointer that was not closed
         self._manager.close()
-        self._manager = manager(
-            self._path,
-            **self._options,
-            enable_async_checkpointing=self._asynchronous,
-            cleanup_tmp_directories=True,
+        self._manager = self._open(
+            enable_async_checkpointing=self._asynchronous, cleanup_tmp_directories=True
         )
         _writing[str(self._path)] = self._manager
         self._is_writer = True
@@ -269,14 +292,99 @@ class Checkpointer:
     def _fail(self, error: Exception) -> None:
         """Reads the folder anew after a failed write; the next `save` cleans up."""
         self._resign()
-        writer, self._manager = self._manager, reader(self._path, self._options)
+        writer, self._manager = self._manager, self._reader()
         with contextlib.suppress(Exception):  # that is `error` again
             writer.close()
-        steps = sorted(self._manager.all_steps())
         error.add_note(
             f"The checkpoint was not written to {self._path}, which has those of the steps "
-            f"{steps}."
+            f"{sorted(self._manager.all_steps())}."
         )
+
+    def _read_leaves(
+        self, where: Folder, templates: Mapping[str, PyTree], saved: Mapping[str, Leaf]
+    ) -> list[PyTree]:
+        """Restores the leaves of these records; others are the template's."""
+        targets = {
+            name: leaf
+            if hasattr(leaf := templates[name], "dtype")
+            else jax.ShapeDtypeStruct((), jnp.dtype(record.dtype))  # a Python number
+            for name, record in saved.items()
+            if record.is_stored
+        }
+        arrays = self._read_arrays(where, targets, saved)
+        leaves = dict(templates)
+        for name, record in saved.items():
+            leaf = targets.get(name, templates[name])
+            if record.is_stored:
+                leaves[name] = from_stored(arrays.pop(name), leaf)
+            elif record.shape is not None:
+                kind = stored_type(leaf)
+                leaves[name] = from_stored(np.zeros(kind.shape, kind.dtype), leaf)
+            elif hasattr(leaf, "dtype"):
+                number = np.asarray(record.number, leaf.dtype)
+                leaves[name] = from_stored(to_stored(number), leaf)
+            else:
+                leaves[name] = record.number
+        return [*leaves.values()]
+
+    def _read_arrays(
+        self, where: Folder, targets: Mapping[str, PyTree], saved: Mapping[str, Leaf]
+    ) -> dict[str, PyTree]:
+        """Reads arrays to where their templates lie; compares them with their checksums."""
+        ocp = _orbax()
+        if not targets:
+            return {}
+        types = {name: stored_type(leaf) for name, leaf in targets.items()}
+
+        def how(kind: PyTree) -> PyTree:
+            if kind.sharding is None:
+                return ocp.RestoreArgs(restore_type=np.ndarray, dtype=kind.dtype)
+            return ocp.ArrayRestoreArgs(
+                sharding=kind.sharding, global_shape=kind.shape, dtype=kind.dtype
+            )
+
+        args = ocp.args.PyTreeRestore(
+            item=types,
+            restore_args={name: how(kind) for name, kind in types.items()},
+            partial_restore=True,
+        )
+        try:
+            arrays = self._manager.restore(
+                int(where.name), args=ocp.args.Composite(**{ARRAYS: args})
+            )[ARRAYS]
+            arrays = {name: arrays[name] for name in targets}
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            fault = f"the arrays in {where / ARRAYS} cannot be read: {error!r}"
+            raise damaged(where, fault) from error
+        missing = [name for name, array in arrays.items() if not is_array(array)]
+        if missing:  # with `partial_restore` Orbax returns what it was given
+            raise damaged(where, f"`{ARRAYS}/_METADATA` does not list {missing}")
+        arrays = {name: placed(x, targets[name]) for name, x in arrays.items()}
+        processes = gather_results(lambda: checksums(arrays.values()))
+        wrong = []
+        for name, *parts in zip(arrays, *processes, strict=True):
+            spans = spans_processes(arrays[name])
+            found = sum(parts) % 2**32 if spans else parts[jax.process_index()]
+            if found != saved[name].value:
+                wrong.append(f"`{name}`")
+        if wrong:
+            shown = ", ".join(wrong[:5])
+            raise damaged(where, f"what was read for {shown} is not what was saved")
+        return arrays
+
+
+def _read_manifest(where: Folder) -> Manifest:
+    if not (where / RECORD).exists():
+        raise ValueError(
+            f"{where} was not written by `mpx.checkpoint`: its record is missing. What "
+            "Orbax wrote, Orbax restores: `orbax.checkpoint.StandardCheckpointer`."
+        )
+    try:
+        record = _orbax().JsonCheckpointHandler().restore(where / RECORD)
+    except (FileNotFoundError, ValueError) as error:
+        fault = f"its record, `{RECORD}/metadata`, cannot be read: {error}"
+        raise damaged(where, fault) from error
+    return Manifest.from_json(record, f"{where}")
 
 
 def _lock(folder: Folder) -> None:
@@ -303,34 +411,50 @@ def _lock(folder: Folder) -> None:
     _locks[str(folder)] = file
 
 
+def _while_others_write(call: Callable[[], Manager]) -> Manager:
+    """Calls a function again if a checkpoint is removed between its list and its files."""
+    for _ in range(99):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return call()
+    return call()
+
+
+def _orbax() -> ModuleType:
+    """Imports Orbax when it is needed: `import mpx` must not."""
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise ImportError(
+            "`mpx.checkpoint` writes with Orbax, which is not installed: "
+            'pip install "mpx-jax[checkpoint]".'
+        ) from error
+    return orbax.checkpoint
+
+
 def save(
     path: Path, state: PyTree, *, step: int | None = None, keep: int | None = None
 ) -> int:
     """Saves a training state, and returns when it is written.
 
-    Saved are arrays of any dtype (also float8 and 4-bit ones), sharded or not, typed PRNG
-    keys, NumPy arrays and Python numbers, in any tree: Equinox modules, NNX modules and
-    states, dicts of Linen and Haiku, optax states, loss scalings, compressed optimizer
-    states and fp8 histories. Functions, strings and static fields are code, and are not
-    saved: `restore` takes them from its template.
-
-    Use a `Checkpointer` to go on with training while a checkpoint is written.
+    Saved are arrays of any dtype and sharding, typed PRNG keys, NumPy arrays and Python
+    numbers, in any tree of any framework. Functions, strings and static fields are code:
+    `restore` takes them from its template. Use a `Checkpointer` to go on with training
+    while a checkpoint is written.
 
     Args:
         path: The folder of the run. Each checkpoint is a folder in it.
         state: The state.
         step: The number of the checkpoint, larger than those that there are; `None` is
             the next one.
-        keep: How many checkpoints stay; older ones are removed when this one is complete.
-            `None` keeps all.
+        keep: How many checkpoints stay; see `Checkpointer`.
 
     Returns:
         The number of the checkpoint.
 
     Raises:
         TypeError: If a leaf has no values, as a `ShapeDtypeStruct`.
-        ValueError: If there is a checkpoint of this step or of a later one, or if values
-            that do not span processes differ between them.
+        ValueError: If there is a checkpoint of this step or of a later one, or if the
+            processes have different values.
 
     Examples:
         >>> import tempfile, jax.numpy as jnp
@@ -347,3 +471,48 @@ def save(
         step = (0 if latest is None else latest + 1) if step is None else step
         checkpointer.save(step, state)
     return step
+
+
+def restore(
+    path: Path,
+    template: PyTree,
+    *,
+    step: int | None = None,
+    partial: bool = False,
+    fields: Fields | None = None,
+) -> PyTree:
+    """Restores a training state that `save` or a `Checkpointer` saved.
+
+    Each array gets the sharding that it has in the template, so a run can go on with
+    another number of devices or another layout. A template is a freshly made state, or one
+    of `ShapeDtypeStruct`s, as `jax.eval_shape` and `eqx.filter_eval_shape` make it. A
+    Python number and an array of no axes may stand for each other.
+
+    Args:
+        path: The folder of the run.
+        template: A state of the same structure; NNX modules in the result are new.
+        step: The number of the checkpoint; `None` is the latest.
+        partial: Whether the checkpoint may hold more than the template: to restore the
+            parameters alone, for example.
+        fields: Where fields of Equinox modules that are Python numbers come from if they
+            differ: `"saved"`, as numbers that the run changes, or `"template"`, as the
+            rate of a dropout. `None` raises.
+
+    Returns:
+        The state, bit for bit as it was saved.
+
+    Raises:
+        FileNotFoundError: If there is no such checkpoint.
+        ValueError: If the checkpoint does not fit the template (the leaves are named), or
+            is damaged: each array is compared with the checksum that was saved with it.
+
+    Examples:
+        >>> import tempfile, jax.numpy as jnp
+        >>> from mpx.checkpoint import save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     step = save(folder, {"w": jnp.ones(2), "bias": jnp.ones(())})
+        ...     restore(folder, {"w": jnp.zeros(2)}, partial=True)
+        {'w': Array([1., 1.], dtype=float32)}
+    """
+    with Checkpointer(path, read_only=True) as checkpoints:
+        return checkpoints.restore(template, step=step, partial=partial, fields=fields)

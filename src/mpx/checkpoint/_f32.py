@@ -1,41 +1,28 @@
 """Conversion of compressed optimizer states, and of master weights, to and from f32."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from mpx._jax._formats import at_least_f32
-from mpx._jax._tree import (
-    cast_leaf,
-    check_same_structure,
-    check_shape,
-    flatten_with_names,
-    is_array,
-    is_floating,
-    map_with_name,
-)
+from mpx._casting._cast import widen_tree
+from mpx._jax._tree import check_same_structure, check_shape, is_floating, map_with_name
 from mpx._optim._optax import MasterWeightsState
 from mpx._optim._optimizers import Stepped
 from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
 from mpx._optim._state import FlashState, from_master, master_params
 from mpx._quant._codecs import Quantized
 
-_MOMENTS = {"mu": ("mu", "trace"), "nu": ("nu",)}
-"""The names under which optax states keep a moment."""
-
 
 def to_f32(params: PyTree, state: PyTree) -> Stepped:
     """Returns the f32 weights and the optimizer state of a plain f32 run.
 
     The weights are the master weights. The state of a compressed optimizer becomes what
-    optax keeps for the same rule, with moments in f32: `ScaleByAdamState`,
-    `ScaleByLionState`, or a pair of `TraceState` and `ScaleByScheduleState` for gradient
-    descent. `master_weights` is taken off the optimizer that it wraps. Everything else
-    comes back as it is. Nothing is lost but the compression.
+    optax keeps for the same rule: `ScaleByAdamState`, `ScaleByLionState`, or `TraceState`
+    and `ScaleByScheduleState` for gradient descent. `master_weights` is taken off the
+    optimizer that it wraps. Everything else comes back as it is.
 
     Args:
         params: The parameters, or a whole model.
@@ -66,8 +53,8 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
         check_same_structure(params, kept.master, "`to_f32`")
         weights, new = kept.master, kept.inner_state
     else:
-        return Stepped(_widened(params), state)
-    return Stepped(_widened(weights), _replaced(state, kept, new))
+        return Stepped(widen_tree(params), state)
+    return Stepped(widen_tree(weights), _replaced(state, kept, new))
 
 
 def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> Stepped:
@@ -134,19 +121,11 @@ def _replaced(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
     )
 
 
-def _widened(tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: cast_leaf(x, at_least_f32(x.dtype)) if is_floating(x) else x, tree
-    )
-
-
 def _cast_like(old: PyTree, new: PyTree) -> PyTree:
     """Returns a tree with the dtypes and shardings of the one that it replaces."""
     check_same_structure(old, new, "`from_f32`")
 
     def cast(name: str, old: PyTree, new: PyTree) -> PyTree:
-        if not is_array(old):
-            return new
         check_shape(f"`{name}`", new, old)
         new = jnp.asarray(new).astype(old.dtype) if is_floating(old) else new
         return _placed(new, old)
@@ -156,9 +135,8 @@ def _cast_like(old: PyTree, new: PyTree) -> PyTree:
 
 def _placed(new: PyTree, old: PyTree) -> PyTree:
     """Returns an array where another one lies, unless that is not committed."""
-    return (
-        jax.device_put(new, old.sharding) if getattr(old, "committed", False) else new
-    )
+    committed = getattr(old, "committed", False)
+    return jax.device_put(new, old.sharding) if committed else new
 
 
 # --- Moments --------------------------------------------------------------------------
@@ -188,64 +166,48 @@ def _optax_state(state: FlashState) -> PyTree:
 @jax.jit
 def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     """Returns a compressed state that holds the moments and the count of another one."""
-    columns, count = _moments_of(source, state)
-    named, structure = flatten_with_names(
-        state.packed, is_leaf=lambda x: isinstance(x, Packed)
-    )
-    moments = []
-    for name, tree in zip(state.moments, columns, strict=True):
-        try:
-            moments.append(structure.flatten_up_to(tree))
-        except ValueError as error:
-            raise ValueError(
-                f"`{name}` must have the structure of the parameters of `like`, but it is "
-                f"different: {error}"
-            ) from error
-    new = [
-        _packed_with(name, packed, found, state)
-        for (name, packed), *found in zip(named, *moments, strict=True)
-    ]
-    count, packed = jnp.asarray(count, jnp.int32), structure.unflatten(new)
+    trees, count = _moments_of(source, state)
+    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+    params = jax.tree.map(lambda _: 0, state.packed, is_leaf=is_packed)
+    for kind, tree in zip(state.moments, trees, strict=True):
+        check_same_structure(params, tree, f"`{kind}` beside the parameters of `like`")
+
+    def pack(name: str, packed: Packed, *moments: PyTree) -> Packed:
+        old, new = Packing.read(packed, state.moments, state.format).view(packed), []
+        for kind, x, stored in zip(state.moments, moments, old.moments, strict=True):
+            quantized = isinstance(stored, Quantized)
+            like = stored.codes if quantized else stored
+            check_shape(f"`{kind}` of `{name}`", x, like)
+            moment = jnp.asarray(x, jnp.float32)
+            if quantized:
+                size = like.shape[-1] // stored.scale.shape[-1]
+                moment = encode_moment(kind, moment, state.format, size)
+            new.append(moment)
+        return old._replace(moments=tuple(new)).pack()
+
+    packed = map_with_name(pack, state.packed, *trees, is_leaf=is_packed)
+    count = jnp.asarray(count, jnp.int32)
     return dataclasses.replace(state, count=count, packed=packed)
-
-
-def _packed_with(
-    name: str, packed: Packed, moments: list[PyTree], state: FlashState
-) -> Packed:
-    """Packs moments in the place of those that a state has."""
-    old = Packing.read(packed, state.moments, state.format).view(packed)
-    new = []
-    for kind, moment, stored in zip(state.moments, moments, old.moments, strict=True):
-        quantized = isinstance(stored, Quantized)
-        like = stored.codes if quantized else stored
-        check_shape(f"`{kind}` of `{name}`", moment, like)
-        moment = jnp.asarray(moment, jnp.float32)
-        if quantized:
-            size = like.shape[-1] // stored.scale.shape[-1]
-            moment = encode_moment(kind, moment, state.format, size)
-        new.append(moment)
-    return old._replace(moments=tuple(new)).pack()
 
 
 def _moments_of(source: PyTree, state: FlashState) -> tuple[list[PyTree], PyTree]:
     """Returns the moments that a compressed state needs, and the count beside them."""
 
-    def field(node: object, names: Sequence[str]) -> str | None:
-        return next((x for x in names if x in getattr(node, "_fields", ())), None)
+    def parts(*names: str) -> list[dict[str, PyTree]]:
+        has = lambda x: {*names} <= {*getattr(x, "_fields", ())}  # noqa: E731
+        found = jax.tree.leaves(source, is_leaf=has)
+        return [x._asdict() for x in found if has(x)]
 
-    def find(groups: Sequence[Sequence[str]]) -> list[PyTree]:
-        has = lambda node: all(field(node, names) for names in groups)  # noqa: E731
-        return [x for x in jax.tree.leaves(source, is_leaf=has) if has(x)]
-
-    aliases = [_MOMENTS[name] for name in state.moments]
-    holders = find(aliases) if aliases else []
-    if aliases and len(holders) != 1:
+    names = state.moments
+    holders = parts(*names) if names else []
+    if names == ("mu",):  # gradient descent calls it so
+        holders += [{**x, "mu": x["trace"]} for x in parts("trace")]
+    if names and len(holders) != 1:
         raise ValueError(
-            f"The optimizer keeps {' and '.join(state.moments)}, but {len(holders)} parts "
-            f"of the state, which is {type(source).__name__}, have that. Pass one that "
+            f"The optimizer keeps {' and '.join(names)}, but {len(holders)} parts of the "
+            f"state, which is {type(source).__name__}, have that. Pass one that "
             "`optax.adam`, `optax.lion`, `optax.sgd` with momentum, or `to_f32` made."
         )
-    columns = [getattr(holders[0], field(holders[0], names) or "") for names in aliases]
-    counts = [x for x in holders if field(x, ["count"])] or find([["count"]])
+    counts = [x["count"] for x in (*holders, *parts("count")) if "count" in x]
     # Gradient descent with a constant rate has no count in optax.
-    return columns, counts[0].count if counts else state.count
+    return [holders[0][x] for x in names], counts[0] if counts else state.count

@@ -1,71 +1,16 @@
-"""The leaves of a training state: names, the arrays stored for them, and checksums."""
+"""The arrays that are stored for the leaves of a training state, and their checksums."""
 
-import collections
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
-from jax.tree_util import keystr
 from jaxtyping import PyTree
 
-from mpx._jax._nnx import nnx_module, put_back, take_out
-from mpx._jax._tree import dtype_of, path_name, shape_of, types_around
-
-
-class Opened(NamedTuple):
-    """A training state as a flat list, with NNX objects taken apart."""
-
-    leaves: dict[str, PyTree]  # by unique names such as `model/layers/0/weight`
-    fields: set[str]  # leaves that are fields of Equinox modules: options, if Python's
-    close: Callable[
-        [Sequence[PyTree]], PyTree
-    ]  # a state of other leaves, NNX made anew
-
-
-def open_state(state: PyTree) -> Opened:
-    """Flattens a training state, which may hold NNX objects."""
-    plain, objects = take_out(state)
-    graphdef, rest = None, None
-    if objects:
-        graphdef, rest = nnx_module().split(tuple(objects.values()))
-    flat, structure = jax.tree_util.tree_flatten_with_path((plain, rest))
-    owners = list(objects)
-
-    def name(path: tuple[PyTree, ...], shown: Callable[[PyTree], str]) -> str:
-        if path[0].idx == 0:
-            return shown(path[1:])
-        return "/".join(filter(None, (owners[path[1].key], shown(path[2:]))))
-
-    names = [name(path, path_name) for path, _ in flat]
-    # A key with a slash may look like nested ones.
-    times = collections.Counter(names)
-    names = [
-        found if times[found] == 1 else name(path, keystr)
-        for found, (path, _) in zip(names, flat, strict=True)
-    ]
-
-    def close(leaves: Sequence[PyTree]) -> PyTree:
-        plain, rest = structure.unflatten(leaves)
-        if not objects:
-            return plain
-        new = nnx_module().merge(graphdef, rest)
-        return put_back(plain, dict(zip(objects, new, strict=True)))
-
-    fields = set()
-    for leaf_name, types in zip(names, types_around(structure), strict=True):
-        holders = [x for x in types if x not in (dict, list, tuple)]
-        if holders and issubclass(holders[-1], eqx.Module):
-            fields.add(leaf_name)
-    leaves = [leaf for _, leaf in flat]
-    return Opened(dict(zip(names, leaves, strict=True)), fields, close)
-
+from mpx._jax._tree import dtype_of, shape_of
 
 # --- Stored arrays --------------------------------------------------------------------
 # Orbax's storage knows no keys, and not every format of 8 or fewer bits. These are stored
@@ -95,23 +40,22 @@ def to_stored(leaf: PyTree) -> PyTree:
     if is_key(leaf):
         return jax.random.key_data(leaf)
     small, wide = _integers(leaf.dtype)
-    if isinstance(leaf, jax.Array):
-        if small is None:
-            return leaf
-        return lax.bitcast_convert_type(leaf, small).astype(wide)
-    leaf = np.array(leaf)  # a copy, since the caller may go on writing to it
-    return leaf if small is None else leaf.view(small).astype(wide)
+    is_jax = isinstance(leaf, jax.Array)
+    if not is_jax:
+        leaf = np.array(leaf)  # a copy, since the caller may go on writing to it
+    if small is None:
+        return leaf
+    bits = lax.bitcast_convert_type(leaf, small) if is_jax else leaf.view(small)
+    return bits.astype(wide)
 
 
 def from_stored(array: PyTree, template: PyTree) -> PyTree:
     """Returns the leaf that an array was stored for, of the kind that a template is."""
-    if not is_numpy(template):
-        array = placed(array, stored_type(template).sharding)
+    array, (small, _) = placed(array, template), _integers(template.dtype)
     if is_key(template):
         found = []  # the implementation can be asked of arrays and tracers only
         jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), template)
         return jax.random.wrap_key_data(array, impl=found[0])
-    small, _ = _integers(template.dtype)
     if is_numpy(template):
         array = np.asarray(array)
         array = array if small is None else array.astype(small).view(template.dtype)
@@ -123,10 +67,11 @@ def from_stored(array: PyTree, template: PyTree) -> PyTree:
     return jax.device_put(leaf, array.sharding) if array.committed else leaf
 
 
-def placed(array: PyTree, sharding: PyTree) -> jax.Array:
-    """Returns a JAX array with a sharding, or uncommitted if there is none."""
-    if isinstance(array, jax.Array):
+def placed(array: PyTree, template: PyTree) -> PyTree:
+    """Returns an array where its template lies, committed to devices only if that is."""
+    if isinstance(array, jax.Array) or is_numpy(template):
         return array
+    sharding = stored_type(template).sharding
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
@@ -195,8 +140,9 @@ def _of_shards(array: PyTree) -> Iterable[PyTree]:
             for shard in array.addressable_shards
             if shard.replica_id == 0
         ]
-    sizes = (*array.shape, -(-array.dtype.itemsize // 4))
-    strides = [math.prod(sizes[axis + 1 :]) % 2**32 for axis in range(len(sizes))]
+    words, spread = -(-array.dtype.itemsize // 4), 0x9E3779B1  # over all bits
+    sizes = (*array.shape, words, spread)
+    strides = [math.prod(sizes[axis + 1 :]) % 2**32 for axis in range(array.ndim + 1)]
     for shard, starts in shards:
         first = sum(map(math.prod, zip(starts, strides, strict=False)))
         place = np.array([first % 2**32], _U32), np.array(strides, _U32)
@@ -242,15 +188,11 @@ def _sum_on_host(words: np.ndarray, first: np.ndarray, strides: np.ndarray) -> i
 
 def _hashed(words: PyTree, first: PyTree, strides: PyTree, numpy: PyTree) -> PyTree:
     """Returns a hash of each word and its position: the finalizer of MurmurHash3."""
-    factor = _U32(0x9E3779B1)  # spreads positions over all bits
-
-    def along(axis: int) -> PyTree:
+    place = first.reshape([1] * words.ndim)
+    for axis, size in enumerate(words.shape):
         shape = [-1 if i == axis else 1 for i in range(words.ndim)]
-        positions = numpy.arange(words.shape[axis], dtype=_U32)
-        return (positions * (strides[axis : axis + 1] * factor)).reshape(shape)
-
-    start = (first * factor).reshape([1] * words.ndim)
-    place = functools.reduce(lambda x, axis: x + along(axis), range(words.ndim), start)
+        along = numpy.arange(size, dtype=_U32) * strides[axis : axis + 1]
+        place = place + along.reshape(shape)
     x = words.astype(_U32) ^ place
     x = (x ^ (x >> _U32(16))) * _U32(0x85EBCA6B)
     x = (x ^ (x >> _U32(13))) * _U32(0xC2B2AE35)

@@ -1,38 +1,37 @@
-"""What a checkpoint records about itself, and whether it fits a template."""
+"""What a checkpoint records about a training state, and whether that fits a template."""
 
+import collections
 import itertools
 import json
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from mpx._jax._compat import __version__, is_tracer
-from mpx._jax._tree import dtype_of, flatten_with_names, shape_of
+from mpx._jax._nnx import nnx_module, put_back, take_out
+from mpx._jax._processes import gather_results
+from mpx._jax._tree import dtype_of, flatten_with_names, path_name, types_around
 from mpx._optim._state import FlashState
 from mpx._scaling._loss_scaling import LossScaling
-from mpx.checkpoint._leaves import (
-    Opened,
-    checksums,
-    open_state,
-    spans_processes,
-    to_stored,
-)
+from mpx.checkpoint._leaves import checksums, spans_processes, to_stored
 
 FORMAT = 3
 """The version of the format of checkpoints; raised when code of before could not read it."""
 _SHOWN = 5
+_NUMBERS = (bool, int, float, complex)
 _REMEDY = (
-    "Make the template with the code, the dtypes and the options that the checkpoint was "
-    "saved with, and convert what is restored: `mpx.cast_tree` changes dtypes, "
-    "`mpx.checkpoint.to_f32` and `from_f32` optimizer states. To restore a part of a "
-    "checkpoint, pass `partial=True`. For numbers in fields of modules, pass "
-    '`fields="template"` if they are options of the code, as the rate of a dropout, or '
-    '`fields="saved"` if the run has changed them.'
+    "Make the template with the code, dtypes and options that the checkpoint was saved with, "
+    "and convert what is restored: `mpx.cast_tree` changes dtypes, `mpx.checkpoint.to_f32` "
+    "and `from_f32` optimizer states. To restore a part, pass `partial=True`. For numbers in "
+    'fields of modules, pass `fields="template"` if they are options of the code, as the '
+    'rate of a dropout, or `fields="saved"` if the run has changed them.'
 )
 
 
@@ -40,15 +39,14 @@ class Leaf(NamedTuple):
     """What a leaf is, as a checkpoint records it."""
 
     dtype: str  # such as `bfloat16` or `key<fry>`; `int` and the like for a number
-    shape: tuple[int, ...] | None  # `None` for a Python number
+    shape: list[int] | None  # `None` for a Python number
     value: PyTree = 0  # that of a Python number, or the checksum of an array
 
     @property
     def shown(self) -> str:
         """The leaf in an error message."""
-        if self.shape is None:
-            return f"a Python {self.dtype}"
-        return f"{self.dtype}{list(self.shape)}"
+        is_number = self.shape is None
+        return f"a Python {self.dtype}" if is_number else f"{self.dtype}{self.shape}"
 
     @property
     def is_stored(self) -> bool:
@@ -69,37 +67,17 @@ class Leaf(NamedTuple):
         if (self.dtype, self.shape) == (saved.dtype, saved.shape):
             return True
         number, array = (self, saved) if self.shape is None else (saved, self)
-        if number.shape is not None or array.shape != ():
+        if number.shape is not None or array.shape != []:
             return False
         try:
             dtype = jnp.dtype(array.dtype)
-            is_alike = jnp.issubdtype(dtype, _KINDS[number.dtype])
-            if number is self or not is_alike:
-                return is_alike
-            stored = np.asarray(number.number, dtype).item()
+            fits = type(np.zeros((), dtype).item()).__name__ == number.dtype
+            if fits and number is saved:
+                stored = np.asarray(number.number, dtype).item()
+                fits = stored == number.number or number.number != number.number  # NaN
         except (TypeError, OverflowError):  # a PRNG key, float0, or too large
             return False
-        return stored == number.number or number.number != number.number  # NaN
-
-
-_KINDS = {
-    "bool": np.bool_,
-    "int": jnp.integer,
-    "float": jnp.floating,
-    "complex": jnp.complexfloating,
-}
-
-
-def _described(leaf: PyTree) -> Leaf | None:
-    """Returns what a leaf is; `None` for functions, strings and other static leaves."""
-    if type(leaf) in (bool, int, float, complex):
-        value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
-        return Leaf(type(leaf).__name__, None, value)
-    dtype = dtype_of(leaf)
-    if dtype is None:
-        return None
-    name = "float0" if dtype == jax.dtypes.float0 else str(dtype)
-    return Leaf(name, shape_of(leaf))
+        return fits
 
 
 class Manifest(NamedTuple):
@@ -109,26 +87,10 @@ class Manifest(NamedTuple):
     # Loss scalings and compressed states: the leaves of another one mean something else.
     nodes: dict[str, str]
 
-    @classmethod
-    def of(cls, state: PyTree, opened: Opened) -> "Manifest":
-        """Describes a state."""
-        found = {name: _described(leaf) for name, leaf in opened.leaves.items()}
-        named, _ = flatten_with_names(state, is_leaf=_is_node)
-        nodes = {}
-        for name, node in named:
-            if isinstance(node, LossScaling):
-                nodes[name] = type(node).__name__
-            elif isinstance(node, FlashState):
-                layout = node.layout if isinstance(node.layout, dict) else {}
-                kind = f"{'-'.join(node.moments)} {next(iter(layout), '')}"
-                nodes[name] = f"FlashState {node.format} {kind}"
-        return cls({name: x for name, x in found.items() if x is not None}, nodes)
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, PyTree]:
         """Returns the record as it is written."""
         leaves = {name: leaf._asdict() for name, leaf in self.leaves.items()}
-        record = {"format": FORMAT, "mpx": __version__, "nodes": self.nodes}
-        record["leaves"] = leaves
+        record = dict(format=FORMAT, mpx=__version__, nodes=self.nodes, leaves=leaves)
         return {**record, "checksum": _checksum(record)}
 
     @classmethod
@@ -144,9 +106,6 @@ class Manifest(NamedTuple):
         if checksum != _checksum(rest):
             raise damaged(where, "its record, `mpx/metadata`, was changed")
         leaves = {name: Leaf(**leaf) for name, leaf in rest["leaves"].items()}
-        for name, leaf in leaves.items():
-            if leaf.shape is not None:
-                leaves[name] = leaf._replace(shape=tuple(leaf.shape))
         return cls(leaves, rest["nodes"])
 
     def check(
@@ -185,7 +144,7 @@ class Manifest(NamedTuple):
         return self.nodes.get(name, "nothing")
 
 
-def damaged(where: str, what: str) -> ValueError:
+def damaged(where: object, what: str) -> ValueError:
     """Returns the error for a checkpoint whose files are not as they were written."""
     return ValueError(
         f"The checkpoint {where} is damaged: {what}. Restore another one with `step=`, and "
@@ -193,88 +152,148 @@ def damaged(where: str, what: str) -> ValueError:
     )
 
 
-def _checksum(record: dict[str, Any]) -> int:
+def _checksum(record: dict[str, PyTree]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _is_node(node: object) -> bool:
-    return isinstance(node, LossScaling | FlashState)
+# --- Training states ------------------------------------------------------------------
 
 
-# --- Saving ---------------------------------------------------------------------------
+class Opened(NamedTuple):
+    """A training state as a flat list, with NNX objects taken apart."""
 
-
-class Packed(NamedTuple):
-    """What a process saves: the record, and arrays by name."""
-
+    leaves: dict[str, PyTree]  # by unique names such as `model/layers/0/weight`
     manifest: Manifest
-    stored: dict[str, PyTree]
+    fields: set[
+        str
+    ]  # Python numbers that are fields of Equinox modules: options, maybe
+    close: Callable[
+        [Sequence[PyTree]], PyTree
+    ]  # a state of other leaves, NNX made anew
 
-    @property
-    def rows(self) -> list[list[PyTree]]:
-        """For each leaf its name, its kind, whether it spans processes, and its value."""
+
+def open_state(state: PyTree) -> Opened:
+    """Flattens and describes a training state, which may hold NNX objects."""
+    plain, objects = take_out(state)
+    graphdef, rest = None, None
+    if objects:
+        graphdef, rest = nnx_module().split(tuple(objects.values()))
+    flat, structure = jax.tree_util.tree_flatten_with_path((plain, rest))
+    owners = list(objects)
+
+    def name_of(path: tuple[PyTree, ...], shown: Callable[[PyTree], str]) -> str:
+        if path[0].idx == 0:
+            return shown(path[1:])
+        return "/".join(filter(None, (owners[path[1].key], shown(path[2:]))))
+
+    def close(leaves: Sequence[PyTree]) -> PyTree:
+        plain, rest = structure.unflatten(leaves)
+        if not objects:
+            return plain
+        new = nnx_module().merge(graphdef, rest)
+        return put_back(plain, dict(zip(objects, new, strict=True)))
+
+    times = collections.Counter(name_of(path, path_name) for path, _ in flat)
+    leaves, fields = {}, set()
+    for (path, leaf), types in zip(flat, types_around(structure), strict=True):
+        name = name_of(path, path_name)
+        if times[name] > 1:  # a key with a slash may look like nested ones
+            name = name_of(path, keystr)
+        leaves[name] = leaf
+        holders = [x for x in types if x not in (dict, list, tuple)]
+        if type(leaf) in _NUMBERS and holders and issubclass(holders[-1], eqx.Module):
+            fields.add(name)
+    described = {name: _described(leaf) for name, leaf in leaves.items()}
+    named, _ = flatten_with_names(
+        state, is_leaf=lambda x: isinstance(x, LossScaling | FlashState)
+    )
+    manifest = Manifest(
+        {name: leaf for name, leaf in described.items() if leaf is not None},
+        {name: kind for name, node in named if (kind := _kind(node))},
+    )
+    return Opened(leaves, manifest, fields, close)
+
+
+def _described(leaf: PyTree) -> Leaf | None:
+    """Returns what a leaf is; `None` for functions, strings and other static leaves."""
+    if type(leaf) in _NUMBERS:
+        value = [leaf.real, leaf.imag] if isinstance(leaf, complex) else leaf
+        return Leaf(type(leaf).__name__, None, value)
+    dtype = dtype_of(leaf)
+    if dtype is None:
+        return None
+    name = "float0" if dtype == jax.dtypes.float0 else str(dtype)
+    return Leaf(name, list(leaf.shape))
+
+
+def _kind(node: PyTree) -> str | None:
+    """Returns what a loss scaling or a compressed state is; `None` for leaves."""
+    if isinstance(node, FlashState):
+        layout = node.layout if isinstance(node.layout, dict) else {}
+        moments = "-".join(node.moments)
+        return f"FlashState {node.format} {moments} {next(iter(layout), '')}"
+    return type(node).__name__ if isinstance(node, LossScaling) else None
+
+
+def pack(state: PyTree, wait: Callable[[], None]) -> tuple[Manifest, dict[str, PyTree]]:
+    """Calls `wait`, and returns the record and the arrays to write.
+
+    The checksum of an array that lies on several processes is the sum of theirs. All
+    other leaves must be equal: those of the first process are written.
+    """
+    manifest, stored = Manifest({}, {}), dict[str, PyTree]()
+
+    def prepare() -> list[list[PyTree]]:
+        nonlocal manifest, stored
+        wait()
+        manifest, stored = _pack_own(state)
         return [
-            [name, leaf.shown, spans_processes(self.stored.get(name)), leaf.value]
-            for name, leaf in self.manifest.leaves.items()
+            [name, leaf.shown, spans_processes(stored.get(name)), leaf.value]
+            for name, leaf in manifest.leaves.items()
         ]
 
-    def agreed(
-        self, processes: Sequence[list[list[PyTree]]]
-    ) -> tuple[Manifest, dict[str, PyTree]]:
-        """Returns the record and the arrays to write, given the rows of all processes.
-
-        The checksum of an array that lies on several processes is the sum of theirs. All
-        other leaves must be equal: those of the first process are written.
-        """
-        for number, rows in enumerate(processes):
-            for one, other in itertools.zip_longest(processes[0], rows):
-                if one is None or other is None or one[:3] != other[:3]:
-                    raise ValueError(
-                        "All processes must save states of the same structure, but "
-                        f"process {number} has {other and other[:2]} where process 0 has "
-                        f"{one and one[:2]}."
-                    )
-        leaves = dict(self.manifest.leaves)
-        for rows in zip(*processes, strict=True):
-            (name, _, spans, _), values = rows[0], [row[3] for row in rows]
-            if spans:
-                leaves[name] = leaves[name]._replace(value=sum(values) % 2**32)
-            elif len(set(map(repr, values))) > 1:  # NaN is not equal to itself
+    processes = gather_results(prepare)
+    leaves = manifest.leaves
+    nothing = ["", "nothing", None, None]
+    for rows in itertools.zip_longest(*processes, fillvalue=nothing):
+        (name, _, spans, _), values = rows[0], [row[3] for row in rows]
+        for number, row in enumerate(rows):
+            if row[:3] != rows[0][:3]:
                 raise ValueError(
-                    f"`{name}` differs between processes, and only the value of one can be "
-                    "saved. Make it an array over all processes with "
-                    "`jax.make_array_from_process_local_data`, or derive it from what they "
-                    "share and `jax.process_index()`."
+                    "All processes must save states of the same structure, but process "
+                    f"{number} has {row[:2]} where process 0 has {rows[0][:2]}."
                 )
-        arrays = {
-            name: np.asarray(x) if len(processes) > 1 and not spans_processes(x) else x
-            for name, x in self.stored.items()
-        }
-        return Manifest(leaves, self.manifest.nodes), arrays
+        if spans:
+            leaves[name] = leaves[name]._replace(value=sum(values) % 2**32)
+        elif len({*map(repr, values)}) > 1:  # NaN is not equal to itself
+            raise ValueError(
+                f"`{name}` differs between processes, and only the value of one can be "
+                "saved. Make it an array over all processes with "
+                "`jax.make_array_from_process_local_data`, or derive it from what they "
+                "share and `jax.process_index()`."
+            )
+    if len(processes) > 1:
+        for name, array in stored.items():
+            stored[name] = array if spans_processes(array) else np.asarray(array)
+    return manifest, stored
 
 
-def pack(state: PyTree) -> Packed:
-    """Returns what this process saves of a state."""
+def _pack_own(state: PyTree) -> tuple[Manifest, dict[str, PyTree]]:
+    """Returns the record and the arrays of this process."""
     opened = open_state(state)
     for name, leaf in opened.leaves.items():
+        fault = None
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"`{name}` is a ShapeDtypeStruct, which has no values to save. Pass the "
-                "state itself; a template is for `restore`."
-            )
-        if is_tracer(leaf):
-            raise TypeError(
-                f"`{name}` is traced: checkpoints are written outside of `jit`."
-            )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"`{name}` was deleted, probably donated to a step. Save the state that "
-                "the step returned."
-            )
-    manifest = Manifest.of(state, opened)
-    leaves = manifest.leaves
+            fault = "is a ShapeDtypeStruct without values: a template is for `restore`"
+        elif is_tracer(leaf):
+            fault = "is traced: checkpoints are written outside of `jit`"
+        elif isinstance(leaf, jax.Array) and leaf.is_deleted():
+            fault = "was deleted, probably donated to a step: save what that returned"
+        if fault is not None:
+            raise TypeError(f"`{name}` {fault}.")
+    leaves = opened.manifest.leaves
     names = [name for name, leaf in leaves.items() if leaf.is_stored]
     stored = {name: to_stored(opened.leaves[name]) for name in names}
     for name, value in zip(names, checksums(stored.values()), strict=True):
         leaves[name] = leaves[name]._replace(value=value)
-    return Packed(manifest, stored)
+    return opened.manifest, stored

@@ -2,12 +2,8 @@
 
 `amp` is `mpx.amp` with jaxamp's policy: additions, subtractions, matmuls and
 convolutions low; exponentials, logarithms, products and quotients in f32; everything
-else at its original precision. `mpx.amp` itself has better rules.
-
-Unlike jaxamp, importing it starts no JAX backend, the scale reaches neither 0 nor
-infinity, scaling happens in f32, only the gradients decide whether a step was finite, and
-`amp` reaches into jit, loops, branches, remat and custom derivatives, but leaves f64,
-complex numbers and `precision=HIGHEST` alone.
+else at its original precision. `mpx.amp` itself has better rules. The page "Coming from
+another library" lists the differences.
 
 Examples:
     >>> amp(lambda x: x + 1.0, compute_dtype=jnp.bfloat16)(jnp.float32(256.0))

@@ -1,8 +1,6 @@
 """The API of jmp on top of mpx: `from mpx.compat import jmp`.
 
-Unlike jmp, scaling happens in f32 whatever the dtype of the scale, `min_loss_scale`
-survives jit, strings may hold spaces, and PRNG keys, functions and Equinox modules may be
-part of a tree.
+The page "Coming from another library" lists the differences.
 
 Examples:
     >>> policy = get_policy("params=float32,compute=float16,output=float32")

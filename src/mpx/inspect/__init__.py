@@ -4,11 +4,12 @@
 from mpx._fp8 import Fp8Check as Fp8Check
 from mpx._fp8 import fp8_check as fp8_check
 from mpx.inspect._advice import Advice as Advice
+from mpx.inspect._advice import Candidate as Candidate
 from mpx.inspect._advice import GroupAdvice as GroupAdvice
+from mpx.inspect._advice import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._advice import advise as advise
-from mpx.inspect._compiled import Collective as Collective
-from mpx.inspect._compiled import Compiled as Compiled
-from mpx.inspect._compiled import collectives as collectives
+from mpx.inspect._collectives import Collective as Collective
+from mpx.inspect._collectives import collectives as collectives
 from mpx.inspect._doctor import Diagnosis as Diagnosis
 from mpx.inspect._doctor import doctor as doctor
 from mpx.inspect._explain import Explanation as Explanation
@@ -19,8 +20,6 @@ from mpx.inspect._exponents import exponent_stats as exponent_stats
 from mpx.inspect._exponents import plot_exponents as plot_exponents
 from mpx.inspect._memory import Memory as Memory
 from mpx.inspect._memory import memory as memory
-from mpx.inspect._policies import Candidate as Candidate
-from mpx.inspect._policies import PrecisionPolicy as PrecisionPolicy
 from mpx.inspect._report import AmpView as AmpView
 from mpx.inspect._report import Fp8View as Fp8View
 from mpx.inspect._report import Report as Report

@@ -201,17 +201,14 @@ class _Graph(Walk[int]):
                 if same[out] != out:
                     continue
                 is_joined = sum(size[x] >= _LARGE * size[out] for x in sources) > 1
-                is_smaller = size[out] < _SMALLER * total
+                is_made = is_joined or node.name == "convert_element_type"
+                is_smaller = is_made and size[out] < _SMALLER * total
+                is_saved = is_smaller or node.name in _EXPENSIVE
                 if (
                     out in wanted
                     or node.name in _WRITES_MEMORY
                     or (is_joined and len(readers[out]) > 1)
-                    or (out in crosses and node.name in _EXPENSIVE)
-                    or (
-                        out in crosses
-                        and (is_joined or node.name == "convert_element_type")
-                        and is_smaller
-                    )
+                    or (out in crosses and is_saved)
                 ):
                     self.stored.add(out)
                 else:
@@ -235,26 +232,19 @@ class _Graph(Walk[int]):
         made = ((value, self.maker[value]) for value in needed)
         return {value for value, maker in made if maker and not maker.here.backward}
 
-    def _lifetimes(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """Returns when values are made and read last, and which the backward pass reads."""
-        born: dict[int, int] = {}
-        dies: dict[int, int] = {}
-        read_back: set[int] = set()
+    def peak(self, released: Sequence[int]) -> Peak:
+        """Returns the peak; `released` results are gone once they are made."""
+        # When values are made and read last, and which the backward pass reads.
+        born, dies, read_back = dict[int, int](), dict[int, int](), set[int]()
         for index, node in enumerate(self.nodes):
             made = {self.same[out] for out in node.outs} & self.stored
             for out in made.intersection(node.outs):
                 born[out] = dies[out] = index
             if node.outs and not made:
                 continue  # computed where it is read
-            for root in frozenset[int]().union(*map(self._sources, node.reads)):
-                dies[root] = index
-                if node.here.backward:
-                    read_back.add(root)
-        return born, dies, read_back
-
-    def peak(self, released: Sequence[int]) -> Peak:
-        """Returns the peak; `released` results are gone once they are made."""
-        born, dies, read_back = self._lifetimes()
+            roots = frozenset[int]().union(*map(self._sources, node.reads))
+            dies |= dict.fromkeys(roots, index)
+            read_back |= roots if node.here.backward else frozenset()
         results = {self.same[x] for x in self.outs if x >= 0}
         dies |= dict.fromkeys(results & self.stored, len(self.nodes))
         gone = {self.same[self.outs[i]] for i in released if self.outs[i] >= 0}
@@ -271,15 +261,15 @@ class _Graph(Walk[int]):
             now += change[time]
             if now + node.inner > most:
                 most, at = now + node.inner, time
-        found = dict[int, Buffer]()
+        live, saved = list[Buffer](), list[Buffer]()
         for value in sorted(self.stored):
             maker = self.maker[value]
             is_forward = maker is not None and not maker.here.backward
             is_saved, is_result = is_forward and value in read_back, value in results
-            sizes = self.size[value], self.dtype[value]
-            found[value] = Buffer(*sizes, is_saved, is_result)
-        live = [x for value, x in found.items() if born[value] <= at <= dies[value]]
-        return Peak(most, live, [x for x in found.values() if x.is_saved])
+            found = Buffer(self.size[value], self.dtype[value], is_saved, is_result)
+            live += [found] if born[value] <= at <= dies[value] else []
+            saved += [found] if is_saved else []
+        return Peak(most, live, saved)
 
 
 def _is_inlined(eqn: Equation) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -151,27 +151,25 @@ class _Reader:
     def __init__(
         self, blame: Blame, func: Callable[..., Any], scaling: LossScaling | None
     ) -> None:
-        self._blame, self._recording = blame, blame.recording
+        self._blame, self._has_scaling = blame, scaling is not None
         self._wrapper = "amp" if hasattr(func, "mpx_autocast") else ""
         self._wrapper = "fp8" if isinstance(func, Fp8Function) else self._wrapper
-        self._has_scaling = scaling is not None
         self.scale = 1.0 if scaling is None else float(scaling.loss_scaling)
 
     def finding(self, verdict: Verdict) -> Finding:
-        blame, node = self._blame, self._blame.nodes[verdict.node]
-        kind = verdict.kind
+        blame, kind, origin = self._blame, verdict.kind, verdict.origin
+        node = blame.nodes[verdict.node]
         decides = kind in ("convergence", "decision")  # no result is made of it
         backward = verdict.node not in blame.forward and not decides
-        origin = verdict.origin
         out = origin.out if origin and origin.node == verdict.node else 0
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
         place, near = _place(node, backward), ""
         if not place.param:  # the parameter that was read last
-            made = (blame.nodes[i] for i in self._recording.before([verdict.node]))
+            made = (blame.nodes[i] for i in blame.recording.before([verdict.node]))
             params = (name for x in made if x.eqn is not None for name in x.names)
             near = next(filter(None, params), "")
-        sources = self._recording.operands(node)
+        sources = blame.recording.operands(node)
         return Finding(
             kind=kind,
             place=place,
@@ -203,8 +201,7 @@ class _Reader:
             return f"`{place.primitive}` at {place.source} makes {what} of it"
         pairs = zip(blame.names, blame.own, strict=True)
         reached = [name for name, x in pairs if not np.isfinite(x).all()]
-        more = f" and {len(reached) - 1} more" if len(reached) > 1 else ""
-        return f"{what}, which reach the {reached[0]}{more}"
+        return f"{what}, which reach the {_and_more(reached)}"
 
     def _remedy(self, kind: str, node: Node, place: Place) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
@@ -243,24 +240,18 @@ def _place(node: Node, backward: bool) -> Place:
         name = next(filter(None, node.names), "a constant")
         return Place("input", name, "", "unknown", "", False)
     around = node.around
+    backward = backward or around.backward
     return place_of(
-        node.eqn,
-        node.names,
-        around.scopes,
-        around.frames,
-        backward=backward or around.backward,
+        node.eqn, node.names, around.scopes, around.frames, backward=backward
     )
 
 
 def _caller(node: Node) -> str:
     """Returns the first line outside installed packages, if it is not the first."""
     frames, library = node.around.frames, f"{sys.base_prefix}/lib/python"
-    own = [
-        frame
-        for frame in frames
-        if "site-packages" not in frame[1] and not frame[1].startswith(library)
-    ]
-    return source_of(own) if own and own[0] != frames[0] else ""
+    own = (x for x in frames if "site-packages" not in x[1])
+    first = next((x for x in own if not x[1].startswith(library)), None)
+    return source_of([first]) if first and first != frames[0] else ""
 
 
 # --- The explanation ------------------------------------------------------------------
@@ -323,21 +314,23 @@ class Explanation(Result):
         formats = ", ".join(self.formats) or "nothing below f32"
         what = "loss and gradient" if self.grad_errors else "the forward pass only"
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
-        is_off = 0.005 < self.loss_error < math.inf
-        off = f" (off by {_amount(self.loss_error)})" if is_off else ""
-        lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}{off}")
+        lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
+        if 0.005 < self.loss_error < math.inf:
+            lines[-1] += f" (off by {_amount(self.loss_error)})"
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
             name, worst = max(errors.items(), key=lambda x: x[1])
             lines.append(f"largest error of a gradient: {_amount(worst)} (`{name}`)")
         if self.unstable:
-            more = f" and {len(self.unstable) - 1} more" if self.unstable[1:] else ""
-            lines.append(
-                f"not judged, zero but for roundings: `{self.unstable[0]}`{more}"
-            )
+            names = _and_more([f"`{x}`" for x in self.unstable])
+            lines.append(f"not judged, zero but for roundings: {names}")
         if self.scale != 1:
             lines.append(f"loss scale {self.scale:g}")
         return "\n".join([*lines, *self.notes])
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
 def _amount(error: float) -> str:
@@ -389,13 +382,12 @@ def explain(
     # NumPy warns of constants that overflow; they are reported here.
     with np.errstate(all="ignore"):
         forward = program(func, args, kwargs)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in forward.arrays):
-        raise TypeError(
-            "`explain` runs the function and needs arrays, but a `jax.ShapeDtypeStruct` "
-            "was given. Pass the batch and the parameters; `mpx.inspect.report` takes "
-            "shapes."
-        )
-    with np.errstate(all="ignore"):
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in forward.arrays):
+            raise TypeError(
+                "`explain` runs the function and needs arrays, but a "
+                "`jax.ShapeDtypeStruct` was given. Pass the batch and the parameters; "
+                "`mpx.inspect.report` takes shapes."
+            )
         whole, labels = _with_gradient(forward, scaling)
         # As written: without `amp` and `fp8`.
         plain = tuple(x for x in args if not isinstance(x, Fp8State))
@@ -408,7 +400,25 @@ def explain(
 
     with jax.default_device(_cpu()), np.errstate(all="ignore"):
         blame = Blame(whole, exact, labels, compiled)
-        return _explanation(blame, _Reader(blame, func, scaling), whole)
+        reader, judgement = _Reader(blame, func, scaling), blame.judgement
+        fault, *others = [reader.finding(x) for x in blame.verdicts] or [None]
+        errors = dict(zip(blame.names, blame.errors.tolist(), strict=True))
+        formats = {x.format.name for x in blame.nodes if x.format is not None}
+        return Explanation(
+            ok=judgement == "ok",
+            verdict=judgement,
+            fault=fault,
+            others=tuple(filter(None, others)),
+            loss=_first(blame.actual),
+            loss_in_f32=_first(blame.exact),
+            loss_error=errors.pop("loss", 0.0),
+            grad_errors={_param(k): x for k, x in errors.items() if k != _param(k)},
+            unstable=tuple(map(_param, blame.unstable)),
+            formats=tuple(sorted(formats)),
+            equations=sum(x.eqn is not None for x in blame.nodes),
+            scale=reader.scale,
+            notes=blame.notes,
+        )
 
 
 def _as_scaling(scaling: LossScaling | float | None) -> LossScaling | None:
@@ -430,12 +440,13 @@ def _with_gradient(
     if not forward.has_loss or not forward.params:
         labels = [f"result {i}" for i in range(len(forward.jaxpr.out_avals))]
         return forward, ["loss", *labels[1:]] if forward.has_loss else labels
-    names = [_grad_of(forward.names[i]) for i in forward.params]
+    names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
 
 
-def _grad_of(name: str) -> str:
-    return f"gradient of `{name}`"
+def _param(label: str) -> str:
+    """Returns the parameter of a gradient; any other label as it is."""
+    return label.removeprefix("gradient of ").strip("`")
 
 
 def _cpu() -> Any:
@@ -446,28 +457,6 @@ def _cpu() -> Any:
             "`explain` runs the operations on the CPU, but JAX was started without it. Name "
             "it beside the accelerator: `JAX_PLATFORMS=cuda,cpu`, or leave that unset."
         ) from error
-
-
-def _explanation(blame: Blame, reader: _Reader, whole: Program) -> Explanation:
-    fault, *others = [reader.finding(x) for x in blame.verdicts] or [None]
-    known = [whole.names[i] for i in whole.params] if any(blame.is_grad) else []
-    errors, judgement = blame.errors.tolist(), blame.judgement
-    formats = {x.format.name for x in blame.nodes if x.format is not None}
-    return Explanation(
-        ok=judgement == "ok",
-        verdict=judgement,
-        fault=fault,
-        others=tuple(filter(None, others)),
-        loss=_first(blame.actual),
-        loss_in_f32=_first(blame.exact),
-        loss_error=errors[0] if "loss" in blame.names[:1] else 0.0,
-        grad_errors=dict(zip(map(str, known), errors[1:], strict=False)),
-        unstable=tuple(str(x) for x in known if _grad_of(x) in blame.unstable),
-        formats=tuple(sorted(formats)),
-        equations=sum(x.eqn is not None for x in blame.nodes),
-        scale=reader.scale,
-        notes=blame.notes,
-    )
 
 
 def _first(outs: list[np.ndarray]) -> float:

@@ -11,12 +11,12 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._amp._transform import amp
-from mpx._jax._devices import cuda_capability
+from mpx._jax._devices import assumed_gpu, cuda_capability
+from mpx._jax._private import assumed_cudnn
 from mpx._optim._optimizers import FlashOptimizer, flash_adamw
 from mpx._optim._state import FlashState
 from mpx._program._queries import MATMULS, holds
 from mpx.inspect._buffers import by_dtype, nbytes, peak
-from mpx.inspect._compiled import H200, HERE, described
 from mpx.inspect._dtypes import is_float, is_half
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount
@@ -119,8 +119,10 @@ def memory(
         >>> {x.name: f"{x.peak / 1e9:.1f} GB" for x in found.options[:2]}
         {'f32': '0.6 GB', 'amp bf16': '0.4 GB'}
     """
-    with described(H200 if cuda_capability() is None else HERE):
-        return Memory(tuple(_options(func, args, kwargs, optimizer)))
+    if cuda_capability() is None:
+        with assumed_gpu((9, 0)), assumed_cudnn(91000):
+            return memory(func, *args, optimizer=optimizer, **kwargs)
+    return Memory(tuple(_options(func, args, kwargs, optimizer)))
 
 
 def _options(

@@ -14,7 +14,6 @@ from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
 from mpx.inspect._buffers import by_dtype, peak
-from mpx.inspect._compiled import Compiled, as_target, compile_for, on_target
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, operations
 from mpx.inspect._program import Program, gradient, program
@@ -23,6 +22,7 @@ from mpx.inspect._result import Result, Table, amount, percent, short_source, to
 # --- What amp and fp8 decided ---------------------------------------------------------
 
 _BY_USER = ("policy ", "scope ", "function ", "parameter ")
+_OPAQUE = (UNKNOWN, REASONS["pallas_call"])
 
 
 class Recognised(NamedTuple):
@@ -56,37 +56,31 @@ class AmpView:
     @property
     def matmuls(self) -> tuple[Decision, ...]:
         """The matmuls and convolutions, and attention that cuDNN runs as a whole."""
-        names = {*MATMULS, *CROSS_ENTROPY}
-        low = {*names, *ATTENTION}
-        return tuple(
-            x
-            for x in self.decisions
-            if x.primitive in (low if x.rule == Rule.LOW else names)
-        )
 
-    @property
-    def kept(self) -> tuple[Decision, ...]:
-        """The operations in f32 or as written, by a rule or because it was asked for."""
+        def multiplies(x: Decision) -> bool:
+            is_fused = x.rule == Rule.LOW and x.primitive in ATTENTION
+            return is_fused or x.primitive in (*MATMULS, *CROSS_ENTROPY)
 
-        def is_kept(x: Decision) -> bool:
-            if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
-                is_low = short_dtypes(x.after[:1]) == self.dtype
-                return not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
-            if x.rule in PRESETS:
-                return not x.reason.startswith(_BY_USER)
-            return x.rule in (Rule.F32, Rule.ORIGINAL) and not _is_opaque(x)
-
-        return tuple(filter(is_kept, self.decisions))
-
-    @property
-    def opaque(self) -> tuple[Decision, ...]:
-        """The operations that run as written because autocast does not know them."""
-        return tuple(filter(_is_opaque, self.decisions))
+        return tuple(filter(multiplies, self.decisions))
 
 
-def _is_opaque(decision: Decision) -> bool:
-    reasons = (UNKNOWN, REASONS["pallas_call"])
-    return decision.rule == Rule.ORIGINAL and decision.reason in reasons
+def _kept(
+    decisions: Iterable[Decision], dtype: str
+) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
+    """Returns what is in f32 or as written for a reason, and what `amp` does not know."""
+    kept, opaque = list[Kept](), list[Kept]()
+    for x in decisions:
+        is_opaque = x.rule == Rule.ORIGINAL and x.reason in _OPAQUE
+        is_kept = x.rule in (Rule.F32, Rule.ORIGINAL)
+        if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
+            is_low = short_dtypes(x.after[:1]) == dtype
+            is_kept = not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
+        if x.rule in PRESETS:
+            is_kept = not x.reason.startswith(_BY_USER)
+        row = Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
+        if is_opaque or is_kept:
+            (opaque if is_opaque else kept).append(row)
+    return tuple(kept), tuple(opaque)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,21 +121,19 @@ class Fp8View(Result):
         total = sum(x.flops for x in self.matmuls) or 1
         rows = [
             (
-                x.param or "–",
+                x.param or x.scope or short_source(x.source),
                 "×".join(map(str, x.shape)),
                 str(x.times),
                 percent(x.flops / total),
                 x.reason or "fp8",
-                x.scope,
-                short_source(x.source),
             )
             for x in self.matmuls
         ]
-        head = ("parameter", "shape", "times", "FLOPs", "fp8, or why not", "scope")
         if not rows:
             return [Table.text("No matmuls that fp8 could change.")]
+        head = "parameter, or place", "shape", "times", "FLOPs", "fp8, or why not"
         share = f"{percent(self.share)} of the forward matmul operations run in fp8."
-        return [Table((*head, "source"), rows, share, frozenset({2, 3}))]
+        return [Table(head, rows, share, frozenset({2, 3}))]
 
 
 # --- The report -----------------------------------------------------------------------
@@ -163,7 +155,6 @@ class Report(Result):
         passes: `forward`, `forward and backward`, or why there is no backward pass.
         amp: What `amp` decided; `None` if the function is not under it.
         fp8: What `fp8` decided; `None` if the function is not under it.
-        compiled: What the compiler made of it, if a target was given.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -173,7 +164,6 @@ class Report(Result):
     passes: str
     amp: AmpView | None
     fp8: Fp8View | None
-    compiled: Compiled | None = None
 
     @property
     def flops(self) -> dict[str, int]:
@@ -190,16 +180,6 @@ class Report(Result):
         flops = self.flops
         ordered = sorted(flops.items(), key=lambda item: -item[1])
         return {dtype: count / sum(flops.values()) for dtype, count in ordered}
-
-    @property
-    def params(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """By parameter, then by dtype: the FLOPs and bytes of the matmuls that read it."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for x in (x for x in self.matmuls if x.place.param):
-            dtypes = found.setdefault(x.place.param, {})
-            flops, bytes = dtypes.get(x.dtype, (0, 0))
-            dtypes[x.dtype] = flops + x.flops, bytes + x.bytes
-        return found
 
     @property
     def recognised(self) -> tuple[Recognised, ...]:
@@ -225,18 +205,17 @@ class Report(Result):
         rows = [(x.what, words[x.found], *x[2:]) for x in self.recognised]
         if rows:
             found.append(Table(("recognised", "", "how, or why not", "source"), rows))
+        what, empty = "in f32 or as written", "Nothing is kept in f32."
         if self.amp is None:
-            found.append(_grouped("in f32", self.kept, "Nothing is promoted to f32."))
-        else:
-            what, empty = "in f32 or as written", "Nothing is kept in f32."
-            found.append(_grouped(what, self.kept, empty))
+            what, empty = "in f32", "Nothing is promoted to f32."
+        found.append(_grouped(what, self.kept, empty))
         if self.amp is not None or self.opaque:
             what, empty = "unknown, as written", "Nothing is unknown."
             found.append(_grouped(what, self.opaque, empty))
         parts = [f"{amount(n, 'B')} in {x}" for x, n in self.residual_bytes.items()]
         if parts:
             found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
-        return [*found, *(self.compiled.tables() if self.compiled else ())]
+        return found
 
     def _summary(self) -> str:
         amp = self.amp and f"amp to {self.amp.dtype}, rules {self.amp.rules}"
@@ -294,7 +273,6 @@ def report(
     /,
     *args: PyTree,
     backward: bool | None = None,
-    target: str | None = None,
     **kwargs: PyTree,
 ) -> Report:
     """Returns which operations of a call run in which precision, and why.
@@ -310,14 +288,10 @@ def report(
             too: the floating arrays of the first argument, or of the function if it is a
             module. The first result must be a scalar loss. By default it does so where
             that is possible and the function computes no gradient itself.
-        target: A GPU for which the program is compiled, `"h200"`, or `"here"` for the
-            default device. The GPU need not be there, but JAX's CUDA plugin must be.
         **kwargs: The keyword arguments of the function.
 
     Raises:
         TypeError: If `backward` is true and the first result is no scalar loss.
-        ValueError: If the target is unknown.
-        ImportError: If the target needs a package that is not installed.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -332,9 +306,7 @@ def report(
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
-    with on_target(target := as_target(target)):
-        full, passes = _with_backward(program(func, args, kwargs), backward)
-        compiled = None if target is None else compile_for(full, target)
+    full, passes = _with_backward(program(func, args, kwargs), backward)
     recording, (matmuls, kept, opaque) = full.recording, operations(full)
     amp = fp8 = None
     if recording.casts:
@@ -343,19 +315,12 @@ def report(
             rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
             decisions=tuple(dict.fromkeys(recording.decisions)),
         )
-        kept, opaque = map(_as_kept, (amp.kept, amp.opaque))
+        kept, opaque = _kept(amp.decisions, amp.dtype)
     if recording.recipes:
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
     rows = matmuls, kept, by_dtype(peak(full.jaxpr).saved), opaque
-    return Report(*rows, passes, amp, fp8, compiled)
-
-
-def _as_kept(decisions: Iterable[Decision]) -> tuple[Kept, ...]:
-    return tuple(
-        Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
-        for x in decisions
-    )
+    return Report(*rows, passes, amp, fp8)
 
 
 def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, str]:

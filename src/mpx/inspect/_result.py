@@ -50,18 +50,6 @@ class Table(NamedTuple):
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
-    def html(self) -> str:
-        """Returns the table as HTML."""
-        title = f"<p><b>{html.escape(self.title)}</b></p>" if self.title else ""
-        if not self.head:
-            cells = (cell for row in self.rows for cell in row)
-            return title + "".join(f"<p>{html.escape(x)}</p>" for x in cells)
-        rows = "".join(
-            f"<tr>{''.join(f'<{tag}>{html.escape(x)}</{tag}>' for x in row)}</tr>"
-            for tag, row in (("th", self.head), *(("td", row) for row in self.rows))
-        )
-        return f"{title}<table>{rows}</table>"
-
 
 class Result:
     """Base of the dataclasses that `mpx.inspect` returns.
@@ -84,7 +72,8 @@ class Result:
         cls.__repr__ = vars(cls).get("__repr__", Result.__repr__)
 
     def _repr_html_(self) -> str:
-        return "".join(table.html() for table in self.tables())
+        # Without the class of text output, which breaks long lines.
+        return f'<pre style="white-space: pre">{html.escape(str(self))}</pre>'
 
     def to_dict(self) -> dict[str, PyTree]:
         """Returns the fields as plain Python values: dicts, lists, numbers and strings."""

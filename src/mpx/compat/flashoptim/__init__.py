@@ -5,9 +5,8 @@ corrections in units of half an ulp. Its checkpoints load, and it loads those ma
 `to_mpx` and `from_mpx` convert to and from the state of `mpx.optim.flash_adamw` and the
 others, which is sharded like the parameters and is an optax state.
 
-Unlike flashoptim-jax, it runs on CPUs and TPUs, does not cast bf16 gradients beforehand,
-keeps the corrections of scalars, and rejects misspelt groups; 16-bit parameters are the
-rounded master weights, and an inf or nan costs one element instead of its group.
+Unlike flashoptim-jax, it runs on CPUs and TPUs, keeps the corrections of scalars, and
+rejects misspelt groups; an inf or nan costs one element instead of its group.
 
 Examples:
     >>> import jax

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx._jax._sharding import zeros_alike
-from mpx._jax._tree import dtype_of, is_floating, named_leaves, shape_of
+from mpx._jax._tree import dtype_of, is_floating, map_with_name, named_leaves
 from mpx._optim import _optimizers as _flash
 from mpx._optim._optimizers import Stepped
 from mpx._optim._options import Compression, ParamGroup, group_of
@@ -20,12 +20,7 @@ from mpx._optim._params import PARAM_DTYPES
 from mpx._optim._state import FlashState, make_state
 from mpx._quant._codecs import Quantized
 from mpx.compat.flashoptim import quantization
-from mpx.compat.flashoptim.compression import (
-    MasterBits,
-    correction_dtype,
-    is_state,
-    no_state,
-)
+from mpx.compat.flashoptim.compression import correction_dtype, is_state, no_state
 from mpx.compat.flashoptim.quantization import QuantizedArray, is_quantized
 
 Rate = float | Array | Callable[[Array], PyTree]
@@ -78,7 +73,7 @@ def flash_adam(  # noqa: PLR0917
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -94,7 +89,7 @@ def flash_adamw(  # noqa: PLR0917
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -131,7 +126,7 @@ def flash_lion(  # noqa: PLR0917
     b2: float = 0.99,
     weight_decay: float = 0.0,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -147,7 +142,7 @@ def flash_sgd(  # noqa: PLR0917
     weight_decay: float = 0.0,
     nesterov: bool = False,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -163,7 +158,7 @@ def flash_sgdw(  # noqa: PLR0917
     weight_decay: float = 0.0,
     nesterov: bool = False,
     quantize: bool = True,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
     group_size: int = 32,
     fused: bool = True,
     param_groups: Groups = None,
@@ -189,7 +184,7 @@ def _build(
     state_type: type,
     *,
     quantize: bool,
-    master_weight_bits: MasterBits,
+    master_weight_bits: PyTree,
     group_size: int,
     fused: bool,
     param_groups: Groups,
@@ -202,20 +197,14 @@ def _build(
         )
     if "momentum" in hyper:
         hyper["momentum"] = hyper["momentum"] or None
-
-    def compression(
-        quantize: bool = quantize, master_weight_bits: PyTree = master_weight_bits
-    ) -> Compression:
-        correction_dtype("bfloat16", master_weight_bits)  # raises for other bits
-        return Compression(
-            quantize=quantize,
-            master_bits=master_weight_bits,
-            group_size=group_size,
-            min_size=0,
-            format="flashoptim",
-            jitter=False,
-        )
-
+    base = Compression(
+        quantize=quantize,
+        master_bits=master_weight_bits,
+        group_size=group_size,
+        min_size=0,
+        format="flashoptim",
+        jitter=False,
+    )
     groups = []
     for index, spec in enumerate(param_groups or ()):
         own = dict(spec)
@@ -225,16 +214,19 @@ def _build(
                 f"param_groups[{index}] has only {sorted(spec)}."
             )
         where = functools.partial(_matches, own.pop("params"))
-        stored = {x: own.pop(x) for x in ("quantize", "master_weight_bits") if x in own}
-        groups.append(ParamGroup(where, own, compression=compression(**stored)))
-    base, backend = compression(), "auto" if fused else "jax"
+        storage = dataclasses.replace(
+            base,
+            quantize=own.pop("quantize", quantize),
+            master_bits=own.pop("master_weight_bits", master_weight_bits),
+        )
+        groups.append(ParamGroup(where, own, compression=storage))
+    backend = "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
     def convert(params: PyTree, state: PyTree) -> PyTree:
         def quantizes(name: str, param: PyTree) -> bool:
             group = group_of(groups, name, param)
-            own = None if group is None else group.compression
-            return (own or base).quantize
+            return ((group and group.compression) or base).quantize
 
         options: PyTree = dict(quantize=quantizes, group_size=group_size)
         return from_mpx(params, state, state_type, **options)
@@ -254,15 +246,15 @@ def _check_params(
     params: PyTree,
     groups: Sequence[ParamGroup],
     specs: Sequence[Mapping[str, PyTree]],
-    bits: MasterBits,
+    bits: int | None,
     fused: bool,
 ) -> None:
     """Raises for parameters that flashoptim-jax refuses with these options."""
-    option = "master_weight_bits"
+    option, own = "master_weight_bits", "param_groups[{}]['master_weight_bits']"
     # 24 is the default: nobody need have asked for it.
-    asked = {None: None if bits == 24 else bits}
-    asked |= {i: spec[option] for i, spec in enumerate(specs) if option in spec}
-    members: dict[int | None, list[np.dtype]] = {index: [] for index in asked}
+    asked = {option: None if bits == 24 else bits}
+    asked |= {own.format(i): x[option] for i, x in enumerate(specs) if option in x}
+    members: dict[str, list[np.dtype]] = {where: [] for where in asked}
     for name, leaf in named_leaves(params):
         dtype = dtype_of(leaf) or jnp.asarray(leaf).dtype
         if fused and dtype not in PARAM_DTYPES:
@@ -271,12 +263,11 @@ def _check_params(
                 f"but `{name}` is {dtype}. With fused=False it is left as it is."
             )
         found = (i for i, group in enumerate(groups) if group.matches(name, leaf))
-        index = next(found, None)
-        members[index if index in asked else None].append(dtype)
-    for index, bits in asked.items():
-        dtypes = members[index]
+        where = own.format(next(found, None))
+        members[where if where in asked else option].append(dtype)
+    for where, bits in asked.items():
+        dtypes = members[where]
         if bits and dtypes and not any(correction_dtype(x, bits) for x in dtypes):
-            where = option if index is None else f"param_groups[{index}]['{option}']"
             raise ValueError(
                 f"{where}={bits} has no effect: none of its parameters is bf16 or f16. "
                 "Set it to None."
@@ -287,7 +278,10 @@ def _check_params(
 
 
 def flash_adamw_state_dict(state: PyTree) -> dict[str, PyTree]:
-    """Returns a state as a dictionary of arrays and tree structures."""
+    """Returns a state as a dictionary of arrays and tree structures.
+
+    `load_flash_adamw_state_dict` and the others return it from that dictionary.
+    """
 
     def leaf_dict(leaf: PyTree) -> dict[str, PyTree]:
         if is_quantized(leaf):
@@ -305,40 +299,31 @@ def flash_adamw_state_dict(state: PyTree) -> dict[str, PyTree]:
 flash_lion_state_dict = flash_sgd_state_dict = flash_adamw_state_dict
 
 
-def load_flash_adamw_state_dict(state_dict: Mapping[str, PyTree]) -> FlashAdamState:
-    """Returns the state that `flash_adamw_state_dict` was given."""
-    return _load(FlashAdamState, state_dict)
-
-
-def load_flash_lion_state_dict(state_dict: Mapping[str, PyTree]) -> FlashLionState:
-    """Returns the state that `flash_lion_state_dict` was given."""
-    return _load(FlashLionState, state_dict)
-
-
-def load_flash_sgd_state_dict(state_dict: Mapping[str, PyTree]) -> FlashSGDState:
-    """Returns the state that `flash_sgd_state_dict` was given."""
-    return _load(FlashSGDState, state_dict)
-
-
-def _load(state_type: PyTree, state_dict: Mapping[str, PyTree]) -> PyTree:
+def _loader(state_type: PyTree) -> Callable[[Mapping[str, PyTree]], PyTree]:
     names = state_type._fields
-    if missing := [name for name in names if name not in state_dict]:
-        raise ValueError(
-            f"A state dictionary for {state_type.__name__} has the keys {list(names)}, but "
-            f"{missing} are missing: it comes from another optimizer."
-        )
 
     def load_leaf(leaf: Mapping[str, PyTree]) -> PyTree:
         if leaf["kind"] == "array":
             return jnp.asarray(leaf["value"])
         return QuantizedArray(jnp.asarray(leaf["values"]), jnp.asarray(leaf["scales"]))
 
-    saved = {name: state_dict[name] for name in names[1:]}
-    trees = {
-        name: part["treedef"].unflatten(map(load_leaf, part["leaves"]))
-        for name, part in saved.items()
-    }
-    return state_type(count=jnp.asarray(state_dict["count"], jnp.int32), **trees)
+    def load(state_dict: Mapping[str, PyTree]) -> PyTree:
+        """Returns the state that a dictionary was made of."""
+        if missing := [name for name in names if name not in state_dict]:
+            raise ValueError(
+                f"A state dictionary for {state_type.__name__} has the keys {list(names)}, "
+                f"but {missing} are missing: it comes from another optimizer."
+            )
+        saved = [state_dict[name] for name in names[1:]]
+        trees = [x["treedef"].unflatten(map(load_leaf, x["leaves"])) for x in saved]
+        return state_type(jnp.asarray(state_dict["count"], jnp.int32), *trees)
+
+    return load
+
+
+load_flash_adamw_state_dict = _loader(FlashAdamState)
+load_flash_lion_state_dict = _loader(FlashLionState)
+load_flash_sgd_state_dict = _loader(FlashSGDState)
 
 
 # --- Conversion -----------------------------------------------------------------------
@@ -360,14 +345,10 @@ def to_mpx(params: PyTree, state: PyTree, *, group_size: int = 32) -> Stepped:
     leaves, treedef = jax.tree.flatten(params)
     kind = "lion" if "Lion" in type(state).__name__ else "sgd"
     kind = "adam" if "nu" in state._fields else kind
-    moments = {
-        name: [
-            _moment_to_mpx(name, x, group_size)
-            for x in treedef.flatten_up_to(getattr(state, name))
-        ]
-        for name in ("mu", "nu")
-        if name in state._fields
-    }
+    moments = {}
+    for name in state._fields[1:-1]:
+        stored = treedef.flatten_up_to(getattr(state, name))
+        moments[name] = [_moment_to_mpx(name, x, group_size) for x in stored]
     if kind == "sgd" and all(x is None for x in moments["mu"]):
         moments = {}  # without momentum
     eccs = treedef.flatten_up_to(state.ecc)
@@ -384,7 +365,7 @@ def _moment_to_mpx(name: str, x: PyTree, group_size: int) -> PyTree:
     if not is_quantized(x):
         return jnp.asarray(x, jnp.float32) if is_state(x) else None
     quantization.check_scales(x, group_size)
-    shape = shape_of(x.values)
+    shape = x.values.shape
     if shape == () or 0 in shape or shape[-1] % group_size:
         return quantization.dequantize(name, x, group_size)
     scales = jnp.asarray(x.scales, jnp.float16)
@@ -422,32 +403,28 @@ def from_mpx(
             '`Compression(format="flashoptim")`. Convert it with `mpx.checkpoint.to_f32` '
             "and `from_f32`."
         )
-    cls: PyTree = state_type or (FlashLionState if state.nu is None else FlashAdamState)
-    treedef, named = jax.tree.structure(params), named_leaves(params)
-    eccs = treedef.flatten_up_to(state.correction)
-    trees = {"ecc": treedef.unflatten(no_state() if x is None else x for x in eccs)}
-    for moment in {"mu", "nu"} & {*cls._fields}:
-        tree, new = getattr(state, moment), []
-        stored = named if tree is None else treedef.flatten_up_to(tree)
-        for (name, param), x in zip(named, stored, strict=True):
-            if tree is None or not is_floating(param):
-                new.append(no_state())
-                continue
-            codes = quantize(name, param) if callable(quantize) else quantize
-            size = group_size if codes else None
-            new.append(_moment_from_mpx(moment, param, x, size))
-        trees[moment] = treedef.unflatten(new)
-    return Stepped(params, cls(count=state.count, **trees))
+    default = FlashAdamState if "nu" in state.moments else FlashLionState
+    cls: PyTree = state_type or default
 
+    def convert(kind: str, name: str, param: PyTree, x: PyTree) -> PyTree:
+        if not is_floating(param):
+            return no_state()
+        codes = quantize(name, param) if callable(quantize) else quantize
+        if isinstance(x, Quantized):
+            if codes and x.codes.shape[-1] // x.scale.shape[-1] == group_size:
+                return QuantizedArray(x.codes, x.scale.reshape(-1))
+            x = decode_moment(kind, x, "flashoptim")
+        elif x is None:  # frozen in mpx
+            x = zeros_alike(param, np.dtype(np.float32))
+        return quantization.quantize(kind, x, group_size) if codes else x
 
-def _moment_from_mpx(
-    name: str, param: PyTree, x: PyTree, group_size: int | None
-) -> PyTree:
-    """Returns a moment in groups of `group_size`, or in f32 if that is `None`."""
-    if isinstance(x, Quantized):
-        if x.codes.shape[-1] // x.scale.shape[-1] == group_size:
-            return QuantizedArray(x.codes, x.scale.reshape(-1))
-        x = decode_moment(name, x, "flashoptim")
-    elif x is None:  # frozen in mpx
-        x = zeros_alike(param, np.dtype(np.float32))
-    return x if group_size is None else quantization.quantize(name, x, group_size)
+    trees = [
+        map_with_name(functools.partial(convert, kind), params, getattr(state, kind))
+        if kind in state.moments
+        else jax.tree.map(lambda _: no_state(), params)
+        for kind in cls._fields[1:-1]
+    ]
+    ecc = jax.tree.map(
+        lambda _, x: no_state() if x is None else x, params, state.correction
+    )
+    return Stepped(params, cls(state.count, *trees, ecc))

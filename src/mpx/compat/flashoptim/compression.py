@@ -6,11 +6,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from mpx._jax._tree import check_same_structure, named_leaves, shape_of
+from mpx._jax._arguments import check_choice
+from mpx._jax._tree import check_same_structure, check_shape, map_with_name
 from mpx._quant._codecs import UlpFraction
 from mpx._quant._rounding import Block
 
-MasterBits = int | None  # 24, 32 or None
 _BLOCK = Block()
 
 
@@ -24,12 +24,9 @@ def is_state(leaf: PyTree) -> bool:
     return not (leaf.shape == () and leaf.dtype == np.int32)
 
 
-def correction_dtype(dtype: DTypeLike, bits: MasterBits) -> np.dtype | None:
+def correction_dtype(dtype: DTypeLike, bits: int | None) -> np.dtype | None:
     """Returns the dtype of the correction of parameters of `dtype`, if they get one."""
-    if bits not in (None, 24, 32):
-        raise ValueError(
-            f"`master_weight_bits` must be 24, 32 or None, but {bits!r} was given."
-        )
+    check_choice(bits, "master_weight_bits", (24, 32, None))
     has_none = bits is None or np.dtype(dtype).itemsize != 2
     return None if has_none else np.dtype(np.int8 if bits == 24 else np.int16)
 
@@ -37,7 +34,7 @@ def correction_dtype(dtype: DTypeLike, bits: MasterBits) -> np.dtype | None:
 def split_leaf(
     theta: Array,
     narrow_dtype: DTypeLike = jnp.bfloat16,
-    master_weight_bits: MasterBits = 24,
+    master_weight_bits: int | None = 24,
 ) -> tuple[Array, Array]:
     """Splits f32 weights into parameters of `narrow_dtype` and their corrections."""
     theta = jnp.asarray(theta, jnp.float32)
@@ -63,7 +60,7 @@ def reconstruct_weights(params_lp: PyTree, errors: PyTree) -> PyTree:
 
 
 def set_fp32_params(
-    fp32_params: PyTree, param_template: PyTree, master_weight_bits: MasterBits = 24
+    fp32_params: PyTree, param_template: PyTree, master_weight_bits: int | None = 24
 ) -> tuple[PyTree, PyTree]:
     """Splits f32 weights into parameters with the dtypes of a template, and `ecc`.
 
@@ -71,17 +68,14 @@ def set_fp32_params(
         ValueError: If trees or shapes differ.
     """
     check_same_structure(fp32_params, param_template, "`set_fp32_params`")
-    likes, treedef = jax.tree.flatten(param_template)
-    pairs = []
-    for (name, weight), like in zip(named_leaves(fp32_params), likes, strict=True):
-        if shape_of(weight) != shape_of(like):
-            raise ValueError(
-                f"The weight of `{name}` has shape {shape_of(weight)}, but the template "
-                f"has shape {shape_of(like)}."
-            )
-        pairs.append(split_leaf(weight, jnp.asarray(like).dtype, master_weight_bits))
-    params = treedef.unflatten([param for param, _ in pairs])
-    return params, treedef.unflatten([correction for _, correction in pairs])
+
+    def split(name: str, weight: PyTree, like: PyTree) -> tuple[Array, Array]:
+        check_shape(f"The weight of `{name}`", weight, like)
+        return split_leaf(weight, jnp.asarray(like).dtype, master_weight_bits)
+
+    pairs = map_with_name(split, fp32_params, param_template)
+    params = jax.tree.map(lambda _, pair: pair[0], param_template, pairs)
+    return params, jax.tree.map(lambda _, pair: pair[1], param_template, pairs)
 
 
 def cast_tree_bf16(tree: PyTree) -> PyTree:

@@ -54,14 +54,10 @@ def quantize(name: str, x: Array, group_size: int) -> QuantizedArray:
     return QuantizedArray(codes, scales)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def dequantize(name: str, x: PyTree, group_size: int) -> Array:
     """Returns the f32 numbers of the moment `mu` or `nu`."""
     check_scales(x, group_size)
-    return _dequantize(name, tuple(x), group_size)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _dequantize(name: str, x: PyTree, group_size: int) -> Array:
     values, scales = x
     groups = Quantized(_in_groups(values, group_size), scales.astype(_F16))
     flat = _CODECS[name].decode(groups, _BLOCK).reshape(-1)

@@ -1,0 +1,163 @@
+"""Draws a transformer block under `mpx.amp`: in which dtype every value travels.
+
+    python examples/draw_block.py docs/images/block.svg
+
+The block is traced under `amp`. Each of its named scopes becomes a box, coloured by the
+dtype in which it computes, and each value that goes from one to another an arrow.
+"""
+
+import html
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import mpx
+
+WIDTH, HEADS = 64, 4
+LABELS = {
+    "input": "residual stream",
+    "norm1": "norm",
+    "qkv": "matmul: queries, keys, values",
+    "scores": "matmul: queries · keys",
+    "softmax": "softmax",
+    "mix": "matmul: weights · values",
+    "out": "matmul: projection",
+    "add1": "add",
+    "norm2": "norm",
+    "up": "matmul: up",
+    "gelu": "gelu",
+    "down": "matmul: down",
+    "add2": "add",
+}
+COLOURS = {"f32": "#3b6fb6", "bf16": "#d9822b"}
+NAMES = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def norm(x, weight):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * weight
+
+
+def block(params, x):
+    scope = jax.named_scope
+    with scope("norm1"):
+        y = norm(x, params["norm1"])
+    with scope("qkv"):
+        y = (y @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1)
+        q, k, v = jnp.split(y, 3, -1)
+    with scope("scores"):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    with scope("softmax"):
+        weights = jax.nn.softmax(scores)
+    with scope("mix"):
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+    with scope("out"):
+        y = y @ params["out"]
+    with scope("add1"):
+        x = x + y
+    with scope("norm2"):
+        y = norm(x, params["norm2"])
+    with scope("up"):
+        y = y @ params["up"]
+    with scope("gelu"):
+        y = jax.nn.gelu(y)
+    with scope("down"):
+        y = y @ params["down"]
+    with scope("add2"):
+        return x + y
+
+
+def trace():
+    """Returns the dtype of each scope, and that of each pair of scopes with a value."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    params = {
+        "norm1": array(WIDTH),
+        "norm2": array(WIDTH),
+        "qkv": array(WIDTH, 3 * WIDTH),
+        "out": array(WIDTH, WIDTH),
+        "up": array(WIDTH, 4 * WIDTH),
+        "down": array(4 * WIDTH, WIDTH),
+    }
+    jaxpr = jax.make_jaxpr(mpx.amp(block))(params, array(2, 16, WIDTH)).jaxpr
+    made = {jaxpr.invars[-1]: "input"}  # where a value comes from
+    boxes, arrows = dict.fromkeys(LABELS, "bf16"), {}
+    boxes["input"] = "f32"
+    for eqn in jaxpr.eqns:
+        name = str(eqn.source_info.name_stack).partition("/")[0]
+        for var in eqn.invars:
+            source = None if hasattr(var, "val") else made.get(var)  # a number
+            if source not in (None, name):
+                arrows[source, name] = NAMES[str(var.aval.dtype)]
+        if computes_in_f32(eqn):
+            boxes[name] = "f32"
+        made.update(dict.fromkeys(eqn.outvars, name))
+    return boxes, arrows
+
+
+def computes_in_f32(eqn):
+    """Returns whether an equation, or one inside of it, does more than cast to f32."""
+    inner = eqn.params.get("jaxpr")
+    if inner is not None:
+        return any(map(computes_in_f32, inner.eqns))
+    is_f32 = any(str(var.aval.dtype) == "float32" for var in eqn.outvars)
+    return is_f32 and eqn.primitive.name != "convert_element_type"
+
+
+def draw(boxes, arrows):
+    """Returns the picture as SVG."""
+    top = {name: 20 + 52 * i for i, name in enumerate(LABELS)}
+    parts = []
+    for (source, target), dtype in arrows.items():
+        first, last, colour = top[source] + 30, top[target] - 2, COLOURS[dtype]
+        path, x, y = f"M330 {first} V{last}", 336, (first + last) / 2 + 4
+        if last - first > 30:  # around what lies between
+            side = 190 if source in ("input", "add1") else 470
+            bow = 90 if side == 190 else 570
+            path = (
+                f"M{side} {first - 15} C{bow} {first} {bow} {last} {side} {last + 17}"
+            )
+            x, y = (
+                (side + 3 * bow) / 4 + (4 if side == 470 else -24),
+                (first + last) / 2,
+            )
+        parts += [
+            f'<path d="{path}" stroke="{colour}" stroke-width="3" fill="none" '
+            f'marker-end="url(#{dtype})"/>',
+            f'<text x="{x}" y="{y}" fill="{colour}">{dtype}</text>',
+        ]
+    for name, label in LABELS.items():
+        parts += [
+            f'<rect x="190" y="{top[name]}" width="280" height="30" rx="6" '
+            f'fill="{COLOURS[boxes[name]]}"/>',
+            f'<text x="330" y="{top[name] + 20}" fill="#fff" text-anchor="middle">'
+            f"{html.escape(label)} ({boxes[name]})</text>",
+        ]
+    markers = [
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="4" '
+        f'markerHeight="4" orient="auto"><path d="M0 0 L8 4 L0 8 z" fill="{colour}"/>'
+        "</marker>"
+        for name, colour in COLOURS.items()
+    ]
+    height = max(top.values()) + 50
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="60 0 540 {height}" '
+            'font-family="sans-serif" font-size="14">',
+            f'<rect x="60" width="540" height="{height}" fill="#fff"/>',
+            f"<defs>{''.join(markers)}</defs>",
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def main(argv=None):
+    (path,) = argv or sys.argv[1:] or ["block.svg"]
+    boxes, arrows = trace()
+    pathlib.Path(path).write_text(draw(boxes, arrows))
+    return boxes, arrows
+
+
+if __name__ == "__main__":
+    main()

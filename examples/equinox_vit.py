@@ -1,0 +1,121 @@
+"""Trains a vision transformer written in Equinox, in f32 and under `mpx.amp`.
+
+    python examples/equinox_vit.py
+
+The images are the 8 × 8 digits of scikit-learn: no download. The model is written as for
+f32. The only difference between the two runs is `mpx.amp` around the loss.
+"""
+
+import argparse
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sklearn.datasets
+
+import mpx
+
+PATCH, WIDTH, HEADS, LAYERS = 2, 64, 4, 3
+PLACES = (8 // PATCH) ** 2
+
+
+class Block(eqx.Module):
+    norm1: eqx.nn.LayerNorm
+    attention: eqx.nn.MultiheadAttention
+    norm2: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, second, third = jax.random.split(key, 3)
+        self.norm1 = eqx.nn.LayerNorm(WIDTH)
+        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=first)
+        self.norm2 = eqx.nn.LayerNorm(WIDTH)
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=second)
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=third)
+
+    def __call__(self, x):
+        normed = jax.vmap(self.norm1)(x)
+        x = x + self.attention(normed, normed, normed)
+        hidden = jax.nn.gelu(jax.vmap(self.up)(jax.vmap(self.norm2)(x)))
+        return x + jax.vmap(self.down)(hidden)
+
+
+class ViT(eqx.Module):
+    embed: eqx.nn.Linear
+    places: jax.Array
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, LAYERS + 3)
+        self.embed = eqx.nn.Linear(PATCH**2, WIDTH, key=keys[0])
+        self.places = 0.02 * jax.random.normal(keys[1], (PLACES, WIDTH))
+        self.blocks = [Block(k) for k in keys[3:]]
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.head = eqx.nn.Linear(WIDTH, 10, key=keys[2])
+
+    def __call__(self, image):
+        patches = image.reshape(8 // PATCH, PATCH, 8 // PATCH, PATCH)
+        patches = patches.transpose(0, 2, 1, 3).reshape(PLACES, PATCH**2)
+        x = jax.vmap(self.embed)(patches) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.mean(0)))
+
+
+def loss_fn(model, images, labels):
+    logits = jax.vmap(model)(images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@eqx.filter_jit
+def predict(model, images):
+    return jax.vmap(model)(images).argmax(-1)
+
+
+def train(loss_fn, images, labels, steps):
+    """Returns the trained model and its losses."""
+    model = ViT(jax.random.key(0))
+    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 2e-3, 20, steps))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, images, labels):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, images, labels)
+        updates, state = optimizer.update(
+            grads, state, eqx.filter(model, eqx.is_inexact_array)
+        )
+        return eqx.apply_updates(model, updates), state, loss
+
+    rng, losses = np.random.default_rng(0), []  # the same batches for both
+    for _ in range(steps):
+        rows = rng.integers(len(labels), size=64)
+        model, state, loss = step(model, state, images[rows], labels[rows])
+        losses.append(float(loss))
+    return model, losses
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300, metavar="N")
+    args = parser.parse_args(argv)
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    images, labels = np.float32(images / 16), np.int32(labels)
+    test = slice(1500, None)
+    results = {}
+    for name, loss in {"f32": loss_fn, "amp": mpx.amp(loss_fn)}.items():
+        model, losses = train(loss, images[:1500], labels[:1500], args.steps)
+        guess = predict(model, images[test])
+        accuracy = float(jnp.mean(guess == labels[test]))
+        results[name] = np.mean(losses[-max(1, args.steps // 10) :]), accuracy
+        print(f"{name}: loss {results[name][0]:.3f}, test accuracy {accuracy:.3f}")
+    print(mpx.inspect.report(mpx.amp(loss_fn), model, images[:64], labels[:64]))
+    return results
+
+
+if __name__ == "__main__":
+    main()
