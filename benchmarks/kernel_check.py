@@ -28,12 +28,11 @@ import _measure as measure
 import mpx
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._optimizers import Step
+from mpx._optim._options import flatten_params
 from mpx._optim._packing import PackedLeaf, Packing, Unpacked, moment_codec
-from mpx._optim._params import flatten_params
 from mpx._optim._state import leaves_of
-from mpx._quant._codecs import Quantized
-from mpx._quant._rounding import Block, Dither
-from mpx._quant._rounding import _mix as mix
+from mpx._quant._codecs import Block, Dither, Quantized
+from mpx._quant._codecs import _mix as mix
 
 RATE, DECAY = 0.01, {"weight_decay": 0.1}
 # By name: the optimizer, its arguments, and its options.
@@ -195,8 +194,8 @@ class Stored(NamedTuple):
 
 def stored_leaves(params, state):
     """Returns each parameter with its correction and moments."""
-    pairs = zip(*leaves_of(flatten_params(params), state), strict=True)
-    return [Stored(leaf.param, *packing.view(leaf.packed)) for leaf, packing in pairs]
+    leaves = leaves_of(flatten_params(params), state)
+    return [Stored(x.stored.param, *x.packing.view(x.stored.packed)) for x in leaves]
 
 
 def decoded(core, state, leaf):

@@ -1,7 +1,7 @@
 """What a step of a compressed optimizer costs, in time and memory, beside optax in f32.
 
     python benchmarks/optim.py                       # four workloads on a GPU
-    python benchmarks/optim.py --modes chain,chain-select,chain-cond --models gpt-1b --steps 10
+    python benchmarks/optim.py --modes chain,chain-select --models gpt-1b --steps 10
     python benchmarks/optim.py --modes optax,mpx --models vit-base --group 30
     python benchmarks/optim.py --models tiny         # try the script on a CPU
 
@@ -55,10 +55,9 @@ MODES: dict[str, tuple[str, Any]] = {
 }
 DEFAULT = ",".join(MODES)
 MODES |= {
-    # f32 gradients, clipped; a step that is not finite is left out in several ways.
+    # f32 gradients, clipped; a step that is not finite is left out.
     "chain": ("chain", None),
     "chain-select": ("chain", "select"),
-    "chain-cond": ("chain", "cond"),
 }
 PEERS = ("flashoptim-jax",)
 

@@ -66,12 +66,10 @@ MODES = {
     "bf16-hand": Mode("bf16"),
     "mpx-bf16": Mode("bf16", "mpx", "select"),
     "bf16-hand-check": Mode("bf16", skip="select"),
-    "mpx-bf16-cond": Mode("bf16", "mpx", "cond"),
     "mpx-bf16-never": Mode("bf16", "mpx"),
     "f16-hand": Mode("f16"),
     "mpx-f16": Mode("f16", "mpx", "select"),
     "f16-hand-check": Mode("f16", skip="select"),
-    "mpx-f16-cond": Mode("f16", "mpx", "cond"),
     "f32": Mode("f32"),
 }
 DEFAULT = ",".join(MODES)

@@ -281,8 +281,8 @@ BREAKS = [
     Break(
         "an update that overflows is applied",
         "_updates",
-        "        if checks:",
-        "        if False:",
+        "flag &= together(stays_finite(before, after), flag, axis_name)",
+        "pass",
         "update",
         "would_overflow",
     ),
@@ -411,8 +411,8 @@ BREAKS = [
     Break(
         "master_params returns the rounded ones",
         "_optim",
-        "codec.decode(jnp.asarray(leaf.param), correction, Block())",
-        "jnp.asarray(leaf.param).astype(jnp.float32)",
+        "codec.decode(jnp.asarray(param), correction, Block())",
+        "jnp.asarray(param).astype(jnp.float32)",
         "flash",
         "master_weights_go_in",
     ),
@@ -494,8 +494,8 @@ BREAKS = [
     Break(
         "groups end one row late",
         "_ops",
-        "index[:, None] >= ends[None]",
-        "index[:, None] > ends[None]",
+        "index[:, None] >= last[None]",
+        "index[:, None] > last[None]",
         "experts",
         "",
     ),

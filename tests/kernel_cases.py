@@ -11,10 +11,10 @@ import pytest
 
 from mpx._jax._compat import HAS_MOSAIC, Literal, eval_equation, open_jaxpr
 from mpx._kernels import _triton
-from mpx._kernels._plain import run_plain
+from mpx._kernels._dispatch import run_plain
 from mpx._optim._packing import LeafStep, PackedLeaf, Packing
 from mpx._optim._update_rules import Adam, Lion, Sgd
-from mpx._quant._rounding import Dither, bits, from_bits
+from mpx._quant._codecs import Dither, bits, from_bits
 from mpx.testing import assert_trees_equal
 
 RULES = {

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx._quant._codecs import BitDelta, SoftsignInt8, SqrtUint8, UlpFraction
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import BitDelta, Block, SoftsignInt8, SqrtUint8, UlpFraction
 
 BLOCK = Block()
 BF16, F16, F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))

@@ -80,7 +80,7 @@ CONFLICTS = {
     ),
     "reduce_dtype, reduce_dtype of amp": (
         take(mpx.amp(loss, reduce_dtype="compute"), policy=Policy(reduce_dtype="f32")),
-        "`reduce_dtype` is f32 in the policy and compute in `amp`",
+        "`reduce_dtype` is float32 in the policy and compute in `amp`",
     ),
     "policy bf16, amp inside": (
         take(with_amp_inside, policy="bf16-mixed"),

@@ -131,7 +131,7 @@ def test_blocks_of_rows_hold_each_row_once(block):
 @pytest.mark.parametrize("name", ["rows without a group", "uneven"])
 def test_kernel_in_the_interpreter_is_right(kind, name):
     from mpx._ops._experts import _mosaic
-    from mpx._ops._experts._plain import Blocks
+    from mpx._ops._experts._mosaic import Blocks
 
     sizes, pallas = SIZES[name], import_module("jax.experimental.pallas.mosaic_gpu")
     p, x, grad = draw(4, columns=64, dtype=BF16)

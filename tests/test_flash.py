@@ -14,8 +14,7 @@ import mpx
 from flash_cases import BF16, F16, F32, KINDS, SHAPE, TINY, draw, kind, stepper
 from models import count_traces
 from mpx._optim._packing import decode_moment
-from mpx._quant._codecs import Quantized, SoftsignInt8, SqrtUint8
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block, Quantized, SoftsignInt8, SqrtUint8
 from mpx.testing import assert_trees_equal
 from numerics import inject_nonfinite, ulp_distance
 

@@ -67,7 +67,6 @@ def recording():
 
 CALLS = [
     ({"skip": "select"}, ("step", True, 1.0)),
-    ({"skip": "cond"}, ("step", None, 1.0)),
     ({"skip": "never"}, ("step", None, 1.0)),
     ({"grad_scale": 0.5}, ("step", True, 0.5)),
     # `step` is not given what line searches and schedules of optax ask for.
@@ -87,13 +86,7 @@ def test_optimizer_update_lets_an_optimizer_step_by_itself(options, call):
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("skip", "finite"),
-    [
-        ("select", True),
-        ("select", False),
-        ("cond", True),
-        ("cond", False),
-        ("never", False),
-    ],
+    [("select", True), ("select", False), ("never", False)],
 )
 def test_optimizer_update_is_step_or_nothing(skip, finite):
     tx = optimizer("lion")

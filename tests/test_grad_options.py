@@ -23,7 +23,7 @@ from models import (
 )
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
 from mpx._casting._policy import as_policy
-from mpx._gradients._options import as_switch
+from mpx._gradients._grad import grad_options
 from mpx.testing import assert_trees_equal
 
 # --- Without mixed precision, without scaling -----------------------------------------
@@ -386,6 +386,7 @@ def test_mistake_is_explained(calls, error, match):
             mistake()
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("scaling", [None, 8.0, jnp.ones(3), "dynamic", dict])
 def test_wrong_scaling_is_refused(scaling):
     match = r"must be a loss scaling such as.*but .* was given"
@@ -399,8 +400,9 @@ def test_wrong_scaling_is_refused(scaling):
 
 
 def test_traced_switch_is_refused():
-    with pytest.raises(TypeError, match=r"`use_mixed_precision`.*Python bool.*static"):
-        jax.jit(as_switch)(True)
+    unchecked = getattr(grad_options, "__wrapped__", grad_options)
+    with pytest.raises(TypeError, match=r"`use_mixed_precision` must be.*static"):
+        jax.jit(lambda flag: unchecked(False, flag))(True)
 
 
 def test_wrong_policy_object_is_refused():

@@ -78,18 +78,6 @@ def test_decorators_work_with_and_without_arguments(problem):
     check_exact(plain(scaling, *args), problem)
     check_exact(with_options(scaling, *args), problem)
 
-    @mpx.filter_grad(scaling=scaling, has_aux=True)
-    def filtered(w, x, y):
-        return squared_error(w, x, y), "aux"
-
-    @mpx.filter_value_and_grad(scaling=scaling)
-    def filtered_value(w, x, y):
-        return squared_error(w, x, y)
-
-    assert_trees_equal(filtered(*args)[2], problem.grad)
-    assert filtered(*args)[3] == "aux"
-    assert_trees_equal(filtered_value(*args)[3], problem.grad)
-
 
 TRANSFORMATIONS = {
     "value_and_grad": mpx.value_and_grad,

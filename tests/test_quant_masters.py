@@ -7,8 +7,7 @@ import pytest
 from jax import lax
 
 from models import equations
-from mpx._quant._codecs import BitDelta, RoundedMaster, UlpFraction, place
-from mpx._quant._rounding import random_bits
+from mpx._quant._codecs import BitDelta, RoundedMaster, UlpFraction, place, random_bits
 from mpx.testing import assert_trees_equal
 from quant_cases import (
     BF16,

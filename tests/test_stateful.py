@@ -220,6 +220,22 @@ def test_retry_counts_as_one_step():
     assert model.read(result.aux) == (1, 400.0)
 
 
+@pytest.mark.parametrize("scale", [1.0, jnp.inf], ids=["finite", "skipped"])
+def test_several_states_stay_in_the_order_of_the_arguments(scale):
+    model, state = eqx.nn.make_with_state(Counter)()
+    copy = functools.partial(jax.tree.map, lambda x: x)
+    ahead = model(jnp.ones(3), copy(state))[1]
+
+    def loss(model, second, first, x):
+        value, second = model(x, second)
+        return value, (second, model(x, first)[1])
+
+    step = mpx.value_and_grad(loss, has_aux=True, policy=BF16)
+    result = step(NoLossScaling(), model, ahead, state, jnp.full(4, scale))
+    expected = [(2, 7.0), (1, 4.0)] if scale == 1 else [(1, 3.0), (0, 0.0)]
+    assert [model.read(x) for x in result.aux] == expected
+
+
 def test_state_that_comes_back_in_half_is_f32_again():
     model, state = eqx.nn.make_with_state(Counter)()
     step = eqx.filter_jit(

@@ -19,7 +19,6 @@ from numerics import inject_nonfinite
 from update_cases import (
     MODELS,
     OPTIMIZERS,
-    SKIPS,
     Model,
     all_ways,
     assert_close,
@@ -48,11 +47,10 @@ def test_taken_steps_are_those_of_plain_optax(name):
     state = optimizer.init(trainable(model))
     for step in range(3):
         grads = gradients(model, step)
-        expected, selected, branched = all_ways(
+        expected, selected = all_ways(
             model, optimizer, state, grads, jnp.array(True), extras
         )
         assert_close(selected, expected)
-        assert_close(branched, expected)
         model, state = expected
     assert np.all(np.asarray(model.weight != Model().weight))
 
@@ -64,29 +62,24 @@ def test_skipped_step_changes_not_a_bit(name):
     grads = gradients(model, 0)
     state = optimizer.init(trainable(model))
     # From a state in which no moment is zero.
-    before, _, _ = all_ways(model, optimizer, state, grads, jnp.array(True), extras)
+    before, _ = all_ways(model, optimizer, state, grads, jnp.array(True), extras)
     for leaf, value in (("weight", np.nan), ("bias", np.inf), ("weight", -np.inf)):
         bad = inject_nonfinite(grads, value, leaf=leaf, index=2)
         finite = mpx.all_finite(bad)
         assert not finite
-        _, selected, branched = all_ways(
-            before[0], optimizer, before[1], bad, finite, extras
-        )
+        _, selected = all_ways(before[0], optimizer, before[1], bad, finite, extras)
         assert_trees_equal(selected, before)
-        assert_trees_equal(branched, before)
 
 
-@pytest.mark.parametrize(
-    ("skip", "compiled"), [("select", True), ("cond", False)], ids=["jit", "eager cond"]
-)
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_it_works_in_and_outside_jit_on_any_tree(make, skip, compiled):
+def test_it_works_in_and_outside_jit_on_any_tree(make, compiled):
     optimizer, _ = optimizer_and_extras("sgd")
     model = make()
     state = optimizer.init(trainable(model))
     grads = gradients(model, 0)
     call = update if compiled else mpx.optimizer_update
-    step = functools.partial(call, model, optimizer, state, grads, skip=skip)
+    step = functools.partial(call, model, optimizer, state, grads)
     assert_close(step(jnp.array(True)), plain(model, optimizer, state, grads))
     assert_trees_equal(step(jnp.array(False)), (model, state))
 
@@ -143,22 +136,20 @@ OVERFLOWS = {
 
 
 @rounds_updates
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("case", OVERFLOWS.values(), ids=OVERFLOWS)
-def test_a_step_that_would_overflow_changes_nothing(case, skip):
+def test_a_step_that_would_overflow_changes_nothing(case):
     optimizer, params, value = case
-    step = jax.jit(make_step(optimizer, skip))
+    step = jax.jit(make_step(optimizer))
     before = step(params, optimizer.init(params), jnp.ones(3), True)
     assert np.all(np.asarray(before[0] != params))
     huge = jnp.ones(3).at[1].set(value)
     assert_trees_equal(step(*before, huge, mpx.all_finite(huge)), before)
 
 
-@pytest.mark.parametrize("skip", SKIPS)
-def test_numbers_that_were_not_finite_before_forbid_no_step(skip):
+def test_numbers_that_were_not_finite_before_forbid_no_step():
     params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
     optimizer = optax.sgd(0.5)
-    step = make_step(optimizer, skip)
+    step = make_step(optimizer)
     after, _ = step(
         params, optimizer.init(params), jax.tree.map(jnp.ones_like, params), True
     )
@@ -166,9 +157,8 @@ def test_numbers_that_were_not_finite_before_forbid_no_step(skip):
     np.testing.assert_array_equal(after["mask"], [-0.5, -np.inf])
 
 
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_devices_decide_together_whether_a_step_overflows(check_vma, skip):
+def test_devices_decide_together_whether_a_step_overflows(check_vma):
     two = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("x",), devices=two, axis_types=(AxisType.Auto,))
     optimizer = optax.adam(0.1)
@@ -187,9 +177,7 @@ def test_devices_decide_together_whether_a_step_overflows(check_vma, skip):
     )
     def step(params, state, grads):
         finite = mpx.all_finite(grads, axis_name="x")
-        return mpx.optimizer_update(
-            params, optimizer, state, grads, finite, skip=skip, **options
-        )
+        return mpx.optimizer_update(params, optimizer, state, grads, finite, **options)
 
     grads = jnp.ones(4)
     good = step(params, state, grads)
@@ -201,9 +189,8 @@ def test_devices_decide_together_whether_a_step_overflows(check_vma, skip):
 
 
 @rounds_updates
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f4", "f8"])
-def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype, skip):
+def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype):
     # Updates with all bits of f32: rounded to 16 bits first, some sums would differ.
     random = np.random.default_rng(0)
     host = {"w": random.normal(size=999), "g": random.normal(size=999).astype("f4")}
@@ -212,7 +199,7 @@ def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype, skip):
         params = jnp.array(host["w"]).astype(dtype)
         optimizer = optax.sgd(0.125)
         after, _ = mpx.optimizer_update(
-            params, optimizer, optimizer.init(params), host["g"], True, skip=skip
+            params, optimizer, optimizer.init(params), host["g"], True
         )
     param = np.asarray(params)
     expected = (param.astype(wide) - host["g"].astype(wide) / 8).astype(param.dtype)
@@ -223,9 +210,8 @@ def test_update_is_added_in_f32_or_wider_and_rounded_once(dtype, skip):
 
 
 @rounds_updates
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("dtype", ["f2", "bfloat16"])
-def test_parameters_and_state_keep_their_16_bit_dtypes(dtype, skip):
+def test_parameters_and_state_keep_their_16_bit_dtypes(dtype):
     # Half of a 16-bit number is exact: no rounding before the sum in f32.
     optimizer: Any = optax.sgd(0.125, momentum=0.5)
     model = Model(dtype)
@@ -239,9 +225,7 @@ def test_parameters_and_state_keep_their_16_bit_dtypes(dtype, skip):
             lambda p, u: (p.astype("f4") + u).astype(p.dtype), trainable(model), updates
         )
         expected_state = mpx.cast_tree(wide_state, np.dtype(dtype))
-        model, state = mpx.optimizer_update(
-            model, optimizer, state, grads, True, skip=skip
-        )
+        model, state = mpx.optimizer_update(model, optimizer, state, grads, True)
         assert_trees_equal(trainable(model), expected)
         assert_trees_equal(state, expected_state)
     assert model.weight.dtype == dtype
@@ -255,22 +239,20 @@ def momentum():
     return momentum_case()
 
 
-def make_step(optimizer, skip):
+def make_step(optimizer):
     def step(params, state, grads, finite):
-        return mpx.optimizer_update(params, optimizer, state, grads, finite, skip=skip)
+        return mpx.optimizer_update(params, optimizer, state, grads, finite)
 
     return step
 
 
-@pytest.mark.parametrize(("skip", "branches"), [("select", 0), ("cond", 1)])
-def test_only_cond_compiles_to_a_branch(skip, branches, momentum):
+def test_a_step_compiles_to_no_branch(momentum):
     params, optimizer, state, grads = momentum
-    lowered = jax.jit(make_step(optimizer, skip)).lower(params, state, grads, True)
-    assert lowered.compile().as_text().count(" conditional(") == branches
+    lowered = jax.jit(make_step(optimizer)).lower(params, state, grads, True)
+    assert lowered.compile().as_text().count(" conditional(") == 0
 
 
-@pytest.mark.parametrize("skip", SKIPS)
-def test_step_loop_compiles_once_and_transfers_nothing(skip, momentum):
+def test_step_loop_compiles_once_and_transfers_nothing(momentum):
     params, optimizer, state, grads = momentum
     traces = 0
 
@@ -278,7 +260,7 @@ def test_step_loop_compiles_once_and_transfers_nothing(skip, momentum):
     def step(params, state, grads):
         nonlocal traces
         traces += 1
-        return make_step(optimizer, skip)(params, state, grads, mpx.all_finite(grads))
+        return make_step(optimizer)(params, state, grads, mpx.all_finite(grads))
 
     bad = inject_nonfinite(grads)
     params, state = step(params, state, grads)
@@ -289,9 +271,8 @@ def test_step_loop_compiles_once_and_transfers_nothing(skip, momentum):
     assert mpx.all_finite((params, state))
 
 
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_donated_shards_keep_their_place(axis_type, skip):
+def test_donated_shards_keep_their_place(axis_type):
     assert jax.device_count() == 8
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     optimizer, _ = optimizer_and_extras("sgd")
@@ -306,7 +287,7 @@ def test_donated_shards_keep_their_place(axis_type, skip):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads):
-        return make_step(optimizer, skip)(params, state, grads, mpx.all_finite(grads))
+        return make_step(optimizer)(params, state, grads, mpx.all_finite(grads))
 
     grads = jax.tree.map(lambda x: x + 1, host)
     for finite in (True, False):
@@ -357,15 +338,11 @@ def nnx_gradients(model, value):
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize(
-    ("skip", "jit"),
-    [("select", lambda f: f), ("cond", lambda f: f), ("select", nnx.jit)],
-    ids=["select", "cond", "nnx.jit"],
-)
-def test_nnx_optimizer_is_updated_in_place_or_not_at_all(skip, jit):
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_nnx_optimizer_is_updated_in_place_or_not_at_all(jit):
     @jit
     def step(model, optimizer, grads, finite):
-        out = mpx.optimizer_update(model, optimizer, None, grads, finite, skip=skip)
+        out = mpx.optimizer_update(model, optimizer, None, grads, finite)
         assert out[0] is model
         assert out[1] is None
 
@@ -406,11 +383,10 @@ def test_nnx_optimizer_passes_extra_arguments_on():
 
 
 @rounds_updates
-@pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize(
     ("dtype", "jit"), [("f4", lambda f: f), ("bfloat16", jax.jit)], ids=["eager", "jit"]
 )
-def test_train_state_is_replaced_or_kept(dtype, skip, jit):
+def test_train_state_is_replaced_or_kept(dtype, jit):
     @jit
     def step(state, grads, finite):
         return mpx.optimizer_update(
@@ -419,7 +395,6 @@ def test_train_state_is_replaced_or_kept(dtype, skip, jit):
             None,
             grads,
             finite,
-            skip=skip,
             batch_stats={"mean": state.batch_stats["mean"] + 1},
         )
 

@@ -51,11 +51,14 @@ def gradients_have_the_type_of_the_parameters(params: Params, x: jax.Array) -> N
         step(scaling, params, x, speed=0.5)  # pyright: ignore[reportCallIssue]
     decorated = mpx.value_and_grad(policy="c=bf16")(loss)
     assert_type(decorated(scaling, params, x).scaling, mpx.DynamicLossScaling)
-    _, _, grads = mpx.filter_grad(loss, scaling)(params, x)
-    assert_type(grads, Params)
     _, grads = mpx.calculate_scaled_grad(loss, scaling)(params, x)
     assert_type(grads, Params)
-    assert_type(mpx.filter_value_and_grad(loss, scaling)(params, x)[3], Params)
+    for take in (
+        mpx.filter_grad(loss, scaling),
+        mpx.filter_value_and_grad(loss, scaling),
+    ):
+        take(params, x, rate=0.5)
+        take(params, x, speed=0.5)  # pyright: ignore[reportCallIssue]
 
 
 def delayed_scaling_has_a_state(params: Params, x: jax.Array) -> None:
@@ -68,6 +71,6 @@ def delayed_scaling_has_a_state(params: Params, x: jax.Array) -> None:
 def updates_take_the_flag_first(params: Params) -> None:
     step: Callable[..., Params] = mpx.cond_update(update)
     assert_type(mpx.cond_update(update)(True, params, params), Params)
-    assert_type(mpx.cond_update(skip="cond")(update)(True, params, params), Params)
+    assert_type(mpx.cond_update()(update)(True, params, params), Params)
     mpx.cond_update(update)(params, params)  # pyright: ignore[reportCallIssue, reportArgumentType]
     del step

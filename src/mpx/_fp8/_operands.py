@@ -35,7 +35,7 @@ from mpx._jax._sharding import (
     replicated,
     spec_of,
 )
-from mpx._kernels import plain_under_vmap
+from mpx._kernels._dispatch import plain_under_vmap
 
 DTYPES: dict[str, np.dtype] = {
     "e4m3": np.dtype(jnp.float8_e4m3fn),

@@ -1,10 +1,10 @@
 """Gradients of a large batch from several small ones."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, NamedTuple, Unpack, overload
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,20 +20,21 @@ from mpx._casting._context import (
     argument_names,
     original,
     over_shards,
-    shards_of,
 )
 from mpx._casting._keep import is_statistic
-from mpx._gradients._call import Call, State
-from mpx._gradients._grad import P, Params, Taking, transformed
-from mpx._gradients._options import (
+from mpx._gradients._call import State
+from mpx._gradients._grad import (
     ArgnumKeywords,
     GradKeywords,
-    WindowKeywords,
+    P,
+    Params,
+    Taking,
     grad_options,
     refuse_positional,
+    transformed,
 )
 from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
-from mpx._jax._arguments import as_count, as_counts, check_bool
+from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
 from mpx._jax._compat import varying_like, zeros_of
 from mpx._jax._tree import (
     LeafName,
@@ -44,6 +45,14 @@ from mpx._jax._tree import (
     shape_of,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+
+
+class WindowKeywords(ArgnumKeywords, total=False):
+    """The options of `accumulate`."""
+
+    batch_argnums: int | Sequence[int]
+    mean: bool
+    has_aux: bool
 
 
 @overload
@@ -76,19 +85,17 @@ def accumulate(
     """Like `value_and_grad`, with the batch worked off in several smaller parts.
 
     The result is that of the large batch, at the memory of a small one: gradients are
-    summed in f32, one scale is used for the whole window, and there is one decision
-    whether it is finite and one adjustment of the scale. State (`eqx.nn.State`,
-    `batch_stats` of Linen, NNX BatchNorm statistics and dropout counters) is handed on
-    from part to part. Part `i` gets `jax.random.fold_in(key, i)` for each PRNG key among
-    the arguments, so that dropout masks differ.
+    summed in f32, and one scale, one check and one adjustment hold for the whole window.
+    State (`eqx.nn.State`, `batch_stats` of Linen, NNX BatchNorm statistics and dropout
+    counters) is handed on from part to part. Part `i` gets `jax.random.fold_in(key, i)`
+    for each PRNG key among the arguments, so that dropout masks differ.
 
     `axis_name` may be a mapped axis, over which is reduced once, after the last part, or
-    the axis of the mesh over which the batch is sharded. In that case each shard of the
-    batch is computed by itself, its gradients are summed in f32 on its own devices, and
-    sent once in the `reduce_dtype` of the policy, however the parameters are sharded;
+    the axis of the mesh over which the batch is sharded. Then each shard sums its gradients
+    in f32 on its own devices and sends them once, in the `reduce_dtype` of the policy;
     without it XLA reduces the gradients of every part. Every device holds the whole f32
-    gradient until then, and `aux` has a further axis, after that of the parts, with one
-    entry for each shard. It needs automatic axes, and a function without state.
+    gradient until then, and `aux` has a further axis, after that of the parts, for the
+    shards. It needs automatic axes, and a function without state.
 
     Args:
         func: The loss function. Leave it out to use `accumulate` as a decorator.
@@ -103,13 +110,11 @@ def accumulate(
         has_aux: Whether `func` returns a pair `(loss, aux)`. The arrays in `aux` come
             back stacked along a new leading axis of length `steps`; an `eqx.nn.State`
             and `batch_stats` come back as the last part left them.
-        **options: `argnums`, `policy`, `grad_dtype`, `axis_name` and `retry`, as in
-            `value_and_grad`.
+        **options: Options of `value_and_grad`.
 
     Raises:
-        ValueError: If `steps` is below 1 or does not divide a leading axis, or if another
-            argument has the leading size of the batch; the leaf is named. If `axis_name`
-            names no axis, or the function has state that the shards would change.
+        ValueError: If `steps` does not divide a leading axis, if another argument has the
+            leading size of the batch, or if the function has state that shards would change.
 
     Examples:
         >>> from mpx import NoLossScaling
@@ -122,11 +127,8 @@ def accumulate(
     check_bool(mean, "`mean`")
     batches = as_counts(batch_argnums, "batch_argnums")
     batches = (batches,) if isinstance(batches, int) else batches
-    if min(batches, default=0) < 0:
-        raise ValueError(
-            f"`batch_argnums` must be 0 or more, but {batch_argnums} was given. Count "
-            "from the first argument of `func`."
-        )
+    positive = min(batches, default=0) >= 0
+    check_value(positive, "batch_argnums", "0 or more", batch_argnums)
     checked = dataclasses.replace(
         grad_options(has_aux, **options),
         steps=as_count(steps, "steps", at_least=1),
@@ -147,27 +149,27 @@ class _Window(Step):
                 f"Argument {last} is the batch, but only {len(args)} arguments were "
                 "passed by position. Pass the batch by position."
             )
-        argnums = self.options.argnum_tuple()
-        params = tuple(i + len(args) if i < 0 else i for i in argnums)
+        params = tuple(i + len(args) * (i < 0) for i in self.options.argnums)
         if {*batches} & {*params}:
             raise ValueError(
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
                 "and `batch_argnums` to different arguments."
             )
-        self.shards = shards_of(self.axis_name, args)
-        if self.shards is not None:
-            self.axis_name = None  # nothing is mapped over it
         names = argument_names(original(self.func), len(args))
-        leaves = _leaves(names, args, kwargs, batches)
+        trees: list[tuple[str, int | None, PyTree]] = [
+            *zip(names, range(len(args)), args, strict=True),
+            # In the order in which JAX flattens a dictionary
+            *((name, None, kwargs[name]) for name in sorted(kwargs)),
+        ]
+        leaves = [
+            _Leaf(name, position, value, _kind(name, value, position in batches))
+            for argument, position, tree in trees
+            for name, value in flatten_with_names(tree, argument, is_state_node)[0]
+        ]
         steps, shards = self.options.steps, getattr(self.shards, "size", 1)
         _check_leaves(leaves, batches, params, steps, shards)
-        structure = jax.tree.structure(
-            (tuple(args), dict(kwargs)), is_leaf=is_state_node
-        )
-
-        def of(*kinds: str) -> PyTree:
-            found = [x.value if x.kind in kinds else None for x in leaves]
-            return structure.unflatten(found)
+        both, self._leaves = (tuple(args), dict(kwargs)), leaves
+        self._structure = jax.tree.structure(both, is_leaf=is_state_node)
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
@@ -178,76 +180,69 @@ class _Window(Step):
         index = jnp.arange(steps * shards)
         index = index if shards == 1 else jnp.reshape(index, (steps, shards))
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
-        self.parts = jax.tree.map(split, of("row")), index
-        self._keys, self._rest = of("key"), of("shared", "state")
-
-    def _call_of(self, rows: PyTree, index: Int[Array, ""]) -> Call:
-        """Returns the call of one part."""
-        keys = self._keys
-        if self.parts[1].size > 1:
-            keys = jax.tree.map(lambda key: _fold_in(key, index), keys)
-        arguments = eqx.combine(rows, keys, self._rest, is_leaf=is_state_node)
-        return self.call_with(*arguments)
+        self.parts = [split(x.value) for x in leaves if x.kind == "row"], index
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
         self._check_state(self.call.state)
-        shards = self.shards
+        shards, count = self.shards, self.parts[1].size
 
-        def part(
-            state: State, rows: PyTree, index: Int[Array, "..."]
-        ) -> tuple[State, Evaluation]:
-            def one(rows: PyTree, index: Int[Array, ""]) -> Evaluation:
-                result = self.evaluate(self._call_of(rows, index), state, scaling)
+        def part(state: State, rows: PyTree, index: Int[Array, "..."]) -> Evaluation:
+            def one(rows: list[Array], index: Int[Array, ""]) -> Evaluation:
+                values, remaining = [x.value for x in self._leaves], iter(rows)
+                for i, leaf in enumerate(self._leaves):
+                    if leaf.kind == "row":
+                        values[i] = next(remaining)
+                    elif leaf.kind == "key" and count > 1:
+                        values[i] = _fold_in(leaf.value, index)
+                arguments = self._structure.unflatten(values)
+                result = self.evaluate(self.call_with(*arguments), state, scaling)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
             if shards is None:
-                result = one(rows, index)
-            else:  # each on its own devices; results are stacked
-                with over_shards():
-                    result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
-                result = result._replace(grads=_pin_shards(result.grads, shards))
-            return result.state, result
+                return one(rows, index)
+            with over_shards():  # each on its own devices; results are stacked
+                result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
+            return result._replace(grads=_pin_shards(result.grads, shards))
 
-        def body(carry: PyTree, xs: tuple[PyTree, Array]) -> tuple[PyTree, PyTree]:
-            state, value, grads, spoilt, observed = carry
-            state, result = part(state, *xs)
-            total = _pin_shards(jax.tree.map(jnp.add, grads, result.grads), shards)
-            # All parts are scaled alike, by what the window before has seen.
-            largest = jax.tree.map(jnp.maximum, observed, result.observed)
-            spoilt |= result.spoilt
-            return (state, value + result.value, total, spoilt, largest), result.aux
+        def body(total: Evaluation, xs: tuple[PyTree, Array]) -> tuple[PyTree, PyTree]:
+            new = part(total.state, *xs)
+            grads = jax.tree.map(jnp.add, total.grads, new.grads)
+            total = Evaluation(
+                state=new.state,
+                value=total.value + new.value,
+                grads=_pin_shards(grads, shards),
+                spoilt=total.spoilt | new.spoilt,
+                # All parts are scaled alike, by what the window before has seen.
+                observed=jax.tree.map(jnp.maximum, total.observed, new.observed),
+            )
+            return total, new.aux
 
         first = jax.tree.map(lambda x: x[0], self.parts)
-        after, result = jax.eval_shape(part, self.call.state, *first)
-        self._check_state(after)
-        before = self.call.comparable(self.call.state, after)
+        like = jax.eval_shape(part, self.call.state, *first)
+        self._check_state(like.state)
+        before = self.call.comparable(self.call.state, like.state)
         # A loop carry has one type: shared between devices or not, from the start.
-        summed = (result.value, result.grads, result.spoilt, result.observed)
-        value, grads, *others = jax.tree.map(zeros_of, summed)
-        state = jax.tree.map(varying_like, before, after)
-        carry = (state, value, _pin_shards(grads, shards), *others)
-        (state, value, grads, spoilt, observed), aux = lax.scan(body, carry, self.parts)
-        result = Evaluation(value, aux, grads, state, spoilt, observed)
+        total = jax.tree.map(zeros_of, like._replace(state=None, aux=None))
+        total = total._replace(
+            state=jax.tree.map(varying_like, before, like.state),
+            grads=_pin_shards(total.grads, shards),
+        )
+        result, aux = lax.scan(body, total, self.parts)
+        result = result._replace(aux=aux)
         if shards is not None:
-            dtype = self.wire_dtype()
-            grads = jax.tree.map(lambda x: _sum_of_shards(x, dtype), grads)
+            summed = functools.partial(_sum_of_shards, dtype=self.wire_dtype())
             result = result._replace(
-                value=jnp.sum(value, axis=0),
-                grads=jax.tree.map(_sharded_alike, grads, self.call.diff),
-                spoilt=jnp.any(spoilt, axis=0),
-                observed=_largest_of_shards(observed),
+                value=jnp.sum(result.value, axis=0),
+                grads=jax.tree.map(summed, result.grads, self.call.diff),
+                spoilt=jnp.any(result.spoilt, axis=0),
+                observed=_largest_of_shards(result.observed),
             )
         if not self.options.mean:
             return result
-        count = self.parts[1].size
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
-
-    def matmul_reduce(self) -> Reduce:
-        """Returns the dtype in which weight gradients leave their matmuls."""
-        return None if self.shards is not None else super().matmul_reduce()
 
     def _check_state(self, state: State) -> None:
         """Raises a `ValueError` if the shards would each change the state in their way."""
@@ -272,25 +267,6 @@ class _Leaf(NamedTuple):
     kind: str  # "row", "key", "shared", or "state" which is handed on as it is
 
 
-def _leaves(
-    names: Sequence[str],
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, PyTree],
-    batches: tuple[int, ...],
-) -> list[_Leaf]:
-    """Returns the leaves of the arguments, in the order of JAX."""
-    # Keywords in the order in which JAX flattens a dictionary.
-    trees: list[tuple[str, int | None, PyTree]] = [
-        *zip(names, range(len(args)), args, strict=True),
-        *((name, None, kwargs[name]) for name in sorted(kwargs)),
-    ]
-    return [
-        _Leaf(leaf_name, position, leaf, _kind(leaf_name, leaf, position in batches))
-        for name, position, tree in trees
-        for leaf_name, leaf in flatten_with_names(tree, name, is_state_node)[0]
-    ]
-
-
 def _kind(name: LeafName, value: PyTree, in_batch: bool) -> str:
     shape = shape_of(value)
     if not is_array(value) or is_statistic(name):
@@ -299,6 +275,21 @@ def _kind(name: LeafName, value: PyTree, in_batch: bool) -> str:
     if is_typed_key or (_may_be_raw_key(value) and len(shape) == 1):
         return "key"
     return "row" if in_batch else "shared"
+
+
+def _is_typed_key(x: object) -> bool:
+    return jnp.issubdtype(dtype_of(x), jax.dtypes.prng_key)
+
+
+def _may_be_raw_key(x: object) -> bool:
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return dtype_of(x) == np.uint32 and shape_of(x)[-1:] == data.shape
+
+
+def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
+    fold = lambda key: jax.random.fold_in(key, index)  # noqa: E731
+    signature = None if _is_typed_key(key) else "(k)->(k)"
+    return jnp.vectorize(fold, signature=signature)(key)
 
 
 def _check_leaves(
@@ -316,95 +307,64 @@ def _check_leaves(
             f"The batch (argument {listed}) holds no array that could be split. Set "
             "`batch_argnums` to the arguments of the function that are batches."
         )
-    for leaf in rows:
-        _check_rows(leaf, rows[0], steps, shards)
-    for leaf in leaves if steps * shards > 1 else ():
-        if leaf.kind in ("key", "shared"):
-            _check_shared(leaf, shape_of(rows[0].value)[0], batches, params)
-
-
-def _is_typed_key(x: object) -> bool:
-    return jnp.issubdtype(dtype_of(x), jax.dtypes.prng_key)
-
-
-def _may_be_raw_key(x: object) -> bool:
-    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    return dtype_of(x) == np.uint32 and shape_of(x)[-1:] == data.shape
-
-
-def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
-    def fold(key: Array | np.ndarray) -> Array:
-        return jax.random.fold_in(key, index)
-
-    for _ in range(key.ndim if _is_typed_key(key) else 0):
-        fold = jax.vmap(fold)
-    return fold(key)
-
-
-def _check_rows(leaf: _Leaf, first: _Leaf, steps: int, shards: int) -> None:
-    """Raises unless the rows of a leaf can be split like those of the first one."""
-    shape, size, count = shape_of(leaf.value), shape_of(first.value)[:1], steps * shards
-    if not shape or shape[0] % count:
-        parts = f"{steps} equal parts" + f" for each of {shards} shards" * (shards > 1)
-        raise ValueError(
-            f"The batch (`{leaf.name}`) has shape {shape}, whose leading axis cannot be "
-            f"split into {parts}. Choose a batch size that is a multiple of {count}, and "
-            "pass what has no rows as another argument."
+    first, count = rows[0], steps * shards
+    size = shape_of(first.value)[:1]
+    for name, _, value, _ in rows:
+        shape = shape_of(value)
+        if not shape or shape[0] % count:
+            each = f" for each of {shards} shards" if shards > 1 else ""
+            raise ValueError(
+                f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
+                f"split into {steps} equal parts{each}. Choose a batch size that is a "
+                f"multiple of {count}, and pass what has no rows as another argument."
+            )
+        if shape[:1] != size and count > 1:
+            raise ValueError(
+                f"The batch has {size[0]} rows in one array (`{first.name}`) and "
+                f"{shape[0]} in another (`{name}`), so that microbatches of different "
+                "sizes would meet. Give all arrays of the batch one leading size, and "
+                "pass others as further arguments."
+            )
+    for name, position, value, kind in leaves if count > 1 else ():
+        if kind not in ("key", "shared"):
+            continue
+        shape, is_param, is_key = (
+            shape_of(value),
+            position in params,
+            _may_be_raw_key(value),
         )
-    if shape[:1] != size and count > 1:
-        raise ValueError(
-            f"The batch has {size[0]} rows in one array (`{first.name}`) and {shape[0]} in "
-            f"another (`{leaf.name}`), so that microbatches of different sizes would "
-            "meet. Give all arrays of the batch one leading size, and pass others as "
-            "further arguments."
-        )
+        if is_key and (is_param or len(shape) > 1 or shape == size):
+            raise ValueError(
+                f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG "
+                "keys. Pass typed keys, made by `jax.random.key` or "
+                "`jax.random.wrap_key_data`, so that each microbatch gets its own; and "
+                "other numbers as int32."
+            )
+        if not is_key and not is_param and shape[:1] == size:
+            remedy = "Pass it by position, and add that to `batch_argnums`"
+            if position is not None:
+                split = tuple(sorted({*batches, position}))
+                remedy = f"Split it, too, with `batch_argnums={split}`"
+            raise ValueError(
+                f"`{name}` has {size[0]} rows, as the batch has, but it is not split: each "
+                f"microbatch would get all of them. {remedy}. If it is no part of the "
+                "batch, let the function close over it."
+            )
 
 
-def _check_shared(
-    leaf: _Leaf, size: int, batches: tuple[int, ...], params: tuple[int, ...]
-) -> None:
-    """Raises if a leaf that every microbatch gets may be a part of the batch, or keys."""
-    name, shape, is_param = leaf.name, shape_of(leaf.value), leaf.position in params
-    is_key = _may_be_raw_key(leaf.value)
-    if is_key and (is_param or len(shape) > 1 or shape == (size,)):
-        raise ValueError(
-            f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG keys. "
-            "Pass typed keys, made by `jax.random.key` or `jax.random.wrap_key_data`, so "
-            "that each microbatch gets its own; and other numbers as int32."
-        )
-    if is_key or is_param or shape[:1] != (size,):
-        return
-    remedy = "Pass it by position, and add that to `batch_argnums`"
-    if leaf.position is not None:
-        split = tuple(sorted({*batches, leaf.position}))
-        remedy = f"Split it, too, with `batch_argnums={split}`"
-    raise ValueError(
-        f"`{name}` has {size} rows, as the batch has, but it is not split: each microbatch "
-        f"would get all of them. {remedy}. If it is no part of the batch, let the "
-        "function close over it."
-    )
+# --- Gradients of the shards, stacked along a first axis that is sharded as the batch -
+# XLA makes a sum over it one all-reduce, or a reduce-scatter where the parameter is sharded.
 
 
-# --- Sums over devices of gradients that each device has of its own shard -------------
-# They are stacked along a first axis that is sharded over the axes of the batch. XLA makes
-# a sum over it one all-reduce, or a reduce-scatter where the parameter is sharded.
-
-
-def _sum_of_shards(x: Array, dtype: Reduce) -> Array:
-    """Returns the sum over the first axis, sent in `dtype` if that is narrower."""
+def _sum_of_shards(x: Array, like: PyTree, dtype: Reduce) -> Array:
+    """Returns the sum over the first axis, sharded like another array of its shape."""
     low = x
     if dtype is not None and is_floating(x):
         low = x if np.dtype(dtype).itemsize >= x.dtype.itemsize else x.astype(dtype)
     # `jnp.sum` would widen first, and XLA sends what it sums.
-    return lax.reduce(low, np.zeros((), low.dtype), lax.add, (0,)).astype(x.dtype)
-
-
-def _sharded_alike(x: Array, like: PyTree) -> Array:
-    """Returns an array that XLA shards as another one of its shape.
-
-    Shardings spread through operations on elements. No number is above infinity.
-    """
-    return lax.select(like > jnp.inf, jnp.zeros_like(x), x)
+    total = lax.reduce(low, np.zeros((), low.dtype), lax.add, (0,)).astype(x.dtype)
+    # Shardings spread through operations on elements. No number is above infinity.
+    return lax.select(like > jnp.inf, jnp.zeros_like(total), total)
 
 
 def _pin_shards(tree: PyTree, shards: Shards | None) -> PyTree:

@@ -1,9 +1,8 @@
 """One call of a user's function, as a pure function of parameters and state.
 
-A training step has three kinds of input: what is differentiated, what a call changes
-(Equinox `State`, Linen's `batch_stats`, BatchNorm statistics and dropout counters of NNX
-modules), and the rest. The step is evaluated on the first two and never on Python side
-effects, so it can be repeated, accumulated and undone.
+Its inputs are what is differentiated, what a call changes (see `State`), and the rest. A step
+is evaluated on the first two and never on Python side effects, so it can be repeated,
+accumulated and undone.
 """
 
 import contextlib
@@ -18,13 +17,14 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like, cast_state_leaf
 from mpx._casting._context import argument_names, arguments_cast_to, original
-from mpx._casting._keep import Keep, is_statistic
+from mpx._casting._keep import is_statistic
 from mpx._casting._policy import Policy
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     LeafName,
     dtype_of,
+    flatten_with_names,
     is_array,
     is_floating,
     is_inexact,
@@ -38,10 +38,9 @@ from mpx._jax._tree import (
 class State(NamedTuple):
     """State that a call changes."""
 
-    equinox: list[eqx.nn.State]  # those among the arguments, in order
     nnx: PyTree  # the NNX state that is not differentiated
-    # Arrays among the arguments that a call replaces, by name: the `batch_stats` of Linen,
-    # and differentiated NNX parameters once the function has assigned to them
+    # What a call replaces among the arguments, by name: each `eqx.nn.State`, the arrays in
+    # `batch_stats` of Linen, and NNX parameters once the function has assigned to them
     arrays: dict[str, PyTree]
 
 
@@ -98,14 +97,14 @@ class Call:
                     "Pass the model or its parameters there, or set `argnums`."
                 )
         self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
-        self._statistics: dict[str, PyTree] = {
-            name: leaf
-            for trees in (self._static, diff)
+        replaced: dict[str, PyTree] = {
+            name: node
+            for trees in (diff, self._static)
             for argument, tree in trees.items()
-            for name, leaf in named_leaves(tree, argument)
-            if is_statistic(name) and is_array(leaf)
+            for name, node in _nodes(tree, argument)
+            if _is_equinox_state(node) or (is_statistic(name) and is_array(node))
         }
-        self.state = State(_equinox_states(self._static), rest, self._statistics)
+        self.state = State(rest, replaced)
 
     @property
     def low(self) -> np.dtype | None:
@@ -118,8 +117,21 @@ class Call:
     ) -> tuple[PyTree, State]:
         """Returns what the function returns, and the state after the call."""
         keep = None if self.policy is None else self.policy.keeping()
-        arguments, merged = self._cast_arguments(diff, state, keep)
-        if merged is not None:
+        # Copies: Equinox makes a `State` unusable once a layer has written to it.
+        copies, arguments = jax.tree.map(lambda x: x, state.arrays), dict(self._static)
+        for name, tree in arguments.items() if copies else ():
+            arguments[name] = map_with_name(
+                copies.get, tree, argument=name, is_leaf=_is_equinox_state
+            )
+        arrays, params = self._without_nnx(diff)
+        for name, tree in arrays.items():
+            arguments[name] = eqx.combine(tree, arguments[name])
+        if keep is not None:
+            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
+        merged = None
+        if self._split is not None:
+            split = self._split._replace(params=params, rest=state.nnx)
+            merged = _nnx.merge(split, None if keep is None else keep.cast_leaf)
             arguments = _nnx.put_back(arguments, merged.objects)
         args = [arguments.pop(name) for name in self._names]
         first = () if scales is None else (scales,)
@@ -132,39 +144,35 @@ class Call:
         if keep is not None:
             keep.check(original(self._func))
         changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
-        leaves: dict[str, PyTree] = dict(named_leaves(out)) if self._statistics else {}
-        new = {
-            old: cast_like(leaves[name], self._statistics[old])
-            for name, old in self.successors(out).items()
-        }
-        states = state.equinox
-        if states and _holds_states(out, states):
-            states = list(map(cast_like, _equinox_states(out), states))
-        return out, State(states, rest, {**state.arrays, **new, **changed})
+        nodes: dict[str, PyTree] = dict(_nodes(out))
+        pairs = ((old, nodes[new]) for new, old in self.successors(out).items())
+        new = {name: cast_like(x, self.state.arrays[name]) for name, x in pairs}
+        return out, State(rest, {**state.arrays, **new, **changed})
 
     def successors(self, out: PyTree) -> dict[str, str]:
-        """Returns, by name, which arrays of a result replace which in `state.arrays`.
+        """Returns, by name, what in a result replaces what in `state.arrays`.
 
-        A collection of Linen's is found anywhere in the result if all its arrays are there
-        under their names and with their shapes.
+        Equinox states are found by their order. A collection of Linen's is found anywhere in
+        the result if all its arrays are there under their names and with their shapes.
         """
-        if not self._statistics:
-            return {}
-        arrays = [(str(name), x) for name, x in named_leaves(out) if is_array(x)]
-        shapes = {name: shape_of(x) for name, x in arrays}
+        nodes, known = _nodes(out), self.state.arrays
+        new, old = _state_structures(nodes), _state_structures(known.items())
+        is_same = [*new.values()] == [*old.values()]
+        equinox = dict(zip(new, old, strict=True)) if is_same else {}
+        shapes = {str(name): shape_of(x) for name, x in nodes if is_array(x)}
         collections: dict[str, dict[str, str]] = {}
-        for name in self._statistics:
+        for name in [x for x in known if x not in old]:
             prefix, _, inside = f"/{name}".rpartition("/batch_stats/")
             collections.setdefault(prefix, {})[inside] = name
         places: dict[str, list[str]] = {}
         for prefix, names in collections.items():
             first = next(iter(names))
-            wanted = [(x, shape_of(self._statistics[old])) for x, old in names.items()]
+            wanted = [(x, shape_of(known[name])) for x, name in names.items()]
             for found in [x for x in shapes if f"/{x}".endswith(f"/{first}")]:
                 place = found.removesuffix(first)
                 if all(shapes.get(place + inside) == shape for inside, shape in wanted):
                     places.setdefault(place, []).append(prefix)
-        return {
+        return equinox | {
             place + inside: name
             for place, fitting in places.items()
             for inside, name in collections[_nearest(place, fitting)].items()
@@ -172,12 +180,14 @@ class Call:
 
     def diff_in(self, state: State) -> tuple[PyTree, ...]:
         """Returns the differentiated arguments as a call finds them in a state."""
-        pairs = zip(self._diff_names, self.diff, strict=True)
-        return tuple(_in_state(name, tree, state) for name, tree in pairs)
+        arrays, pairs = state.arrays, zip(self._diff_names, self.diff, strict=True)
+        if not arrays:
+            return self.diff
+        return tuple(map_with_name(arrays.get, x, argument=name) for name, x in pairs)
 
     def assigned(self, state: State) -> set[str]:
         """Returns the names of the differentiated arrays that a state replaces."""
-        return state.arrays.keys() - self._statistics.keys()
+        return state.arrays.keys() - self.state.arrays.keys()
 
     def without(self, state: State, names: set[str]) -> State:
         """Returns a state without some arrays, and others in the dtypes of arguments."""
@@ -193,26 +203,6 @@ class Call:
         params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
         known: dict[str, PyTree] = {**dict(params), **state.arrays}
         return state._replace(arrays={name: known.get(name) for name in later.arrays})
-
-    def _cast_arguments(
-        self, diff: tuple[PyTree, ...], state: State, keep: Keep | None
-    ) -> tuple[dict[str, PyTree], _nnx.Merged | None]:
-        """Returns the arguments in the compute dtype, and the NNX objects among them."""
-        # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        states = [jax.tree.map(lambda x: x, node) for node in state.equinox]
-        arguments = {
-            name: _in_state(name, tree, state)
-            for name, tree in _with_states(self._static, states).items()
-        }
-        arrays, params = self._without_nnx(diff)
-        for name, tree in arrays.items():
-            arguments[name] = eqx.combine(tree, arguments[name])
-        if keep is not None:
-            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
-        if self._split is None:
-            return arguments, None
-        split = self._split._replace(params=params, rest=state.nnx)
-        return arguments, _nnx.merge(split, None if keep is None else keep.cast_leaf)
 
     def _without_nnx(
         self, diff: tuple[PyTree, ...]
@@ -233,11 +223,8 @@ class Call:
         return arrays, params
 
     def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Returns copies, of at least f32, of parameters stored in 16 bits.
-
-        The derivative with respect to a stored one would be rounded to, or summed in, its
-        dtype.
-        """
+        """Returns copies, of at least f32, of parameters stored in 16 bits."""
+        # The derivative with respect to a stored one would be summed in its dtype.
         if self.policy is None:
             return diff
         keep = self.policy.keeping()
@@ -265,15 +252,12 @@ class Call:
         trees = zip(self._diff_names, self.diff, strict=True)
         return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
 
-    def commit(self, out: PyTree, state: State) -> PyTree:
-        """Puts a state into effect: into the result and into the caller's objects."""
+    def commit(self, state: State) -> None:
+        """Puts a state into effect in the caller's NNX objects."""
         if self._split is not None:
             _nnx.update(self._objects, state.nnx)
             if self.assigned(state):
                 _nnx.assign(self._objects, self._split, state.arrays)
-        if state.equinox and _holds_states(out, state.equinox):
-            return _with_states(out, state.equinox)
-        return out
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -294,19 +278,8 @@ def _fill_slots(
     arrays: PyTree, static: PyTree, params: Mapping[LeafName, PyTree]
 ) -> PyTree:
     """Puts the parameters of NNX objects where their slots are in the static part."""
-    return jax.tree.map(
-        lambda node, array: params[node.name] if _nnx.is_slot(node) else array,
-        static,
-        arrays,
-        is_leaf=is_none,
-    )
-
-
-def _in_state(argument: str, tree: PyTree, state: State) -> PyTree:
-    """Returns an argument with the arrays that a state has for it."""
-    if not state.arrays:
-        return tree
-    return map_with_name(state.arrays.get, tree, argument=argument)
+    fill = lambda node, x: params[node.name] if _nnx.is_slot(node) else x  # noqa: E731
+    return jax.tree.map(fill, static, arrays, is_leaf=is_none)
 
 
 def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:
@@ -337,25 +310,13 @@ def _is_equinox_state(node: object) -> bool:
     return isinstance(node, eqx.nn.State)
 
 
-def _equinox_states(tree: PyTree) -> list[eqx.nn.State]:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_equinox_state)
-    return [x for x in leaves if _is_equinox_state(x)]
+def _nodes(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTree]]:
+    """Returns the leaves of a tree by name; an `eqx.nn.State` is one of them."""
+    return flatten_with_names(tree, argument, _is_equinox_state)[0]
 
 
-def _with_states(tree: PyTree, states: Sequence[eqx.nn.State]) -> PyTree:
-    """Replaces the `eqx.nn.State`s of a tree, in order."""
-    remaining = iter(states)
-    return jax.tree.map(
-        lambda node: next(remaining) if _is_equinox_state(node) else node,
-        tree,
-        is_leaf=_is_equinox_state,
-    )
-
-
-def _holds_states(out: PyTree, states: Sequence[eqx.nn.State]) -> bool:
-    """Returns whether a result holds the successors of `states`, in order."""
-    found = map(jax.tree.structure, _equinox_states(out))
-    return list(found) == list(map(jax.tree.structure, states))
+def _state_structures(nodes: Iterable[tuple[str, PyTree]]) -> dict[str, PyTree]:
+    return {name: jax.tree.structure(x) for name, x in nodes if _is_equinox_state(x)}
 
 
 def _nearest(place: str, collections: list[str]) -> str:
@@ -376,13 +337,12 @@ def _nearest(place: str, collections: list[str]) -> str:
 def is_spoilt(pairs: Iterable[tuple[PyTree, PyTree]]) -> Bool[Array, ""]:
     """Returns whether a number became infinite or nan that was finite.
 
-    The pairs are arrays before and after; `None` for before counts as finite. An array
-    that was not replaced costs nothing.
+    The pairs are arrays before and after; `None` for before counts as finite.
     """
     checks = []
     for before, after in pairs:
         if after is before or not is_inexact(after):
-            continue
+            continue  # an array that was not replaced costs nothing
         spoilt = ~jnp.isfinite(after)
         if before is not None and shape_of(before) == shape_of(after):
             spoilt &= jnp.isfinite(before)

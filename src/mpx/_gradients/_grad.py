@@ -1,36 +1,42 @@
-"""The gradient functions: `value_and_grad`, and those of the MPX paper.
-
-The latter are thin layers with the paper's arguments and tuples. New code should use
-`value_and_grad`, which takes the scaling as an argument, so that it is made once and jitted.
-"""
+"""The gradient functions: `value_and_grad`, and those of the MPX paper, thin layers."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
 from mpx._casting._context import has_scales, hide_signature
-from mpx._casting._policy import Policy
-from mpx._gradients._options import (
-    ArgnumKeywords,
-    GradKeywords,
-    GradOptions,
-    check_function,
-    check_scaling,
-    grad_options,
-    refuse_positional,
-    warn_of_constant_scaling,
-)
-from mpx._gradients._step import GradResult, Scaling, Step
+from mpx._casting._policy import Policy, as_policy
+from mpx._gradients._step import GradOptions, GradResult, Scaling, Step
+from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
+from mpx._jax._compat import is_tracer
+from mpx._jax._formats import parse_float_dtype
 from mpx._jax._tree import AxisName, cast_floating
+from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)
 Taking = Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]
 """A function of a loss scaling and the arguments of the loss."""
+
+
+class GradKeywords(TypedDict, total=False):
+    """Options that all gradient functions pass on; see `value_and_grad`."""
+
+    policy: Policy | str | None
+    grad_dtype: DTypeLike | None
+    axis_name: AxisName | None
+    retry: int
+
+
+class ArgnumKeywords(GradKeywords, total=False):
+    """The same, and which arguments to differentiate."""
+
+    argnums: int | Sequence[int]
 
 
 @overload
@@ -64,24 +70,21 @@ def value_and_grad(
     """Returns a function that computes loss and gradients in mixed precision.
 
     The returned function takes the loss scaling first and then the arguments of `func`;
-    it returns a `GradResult`. Because the scaling is an argument, the transformed
-    function can be made once and jitted. It casts the arguments to the compute dtype,
-    multiplies the loss by the scale in f32, differentiates, averages over devices,
-    divides by the scale that was used, and checks that the result is finite.
+    it returns a `GradResult`. It casts the arguments to the compute dtype, multiplies the
+    loss by the scale in f32, differentiates, averages over devices, divides by the scale
+    that was used, and checks that the result is finite.
 
     Floating arrays inside the differentiated arguments get a gradient, everything else
-    (integers, keys, functions, strings) `None`. NNX modules are updated in place as by
-    `nnx.value_and_grad`: BatchNorm statistics and dropout counters advance. They, and
-    an Equinox `State` or Linen's `batch_stats` returned in `aux`, stay f32. A step is
-    skipped, and they are rolled back, if the gradients, the loss or they themselves
-    become infinite or nan.
+    `None`. NNX modules are updated in place as by `nnx.value_and_grad`: BatchNorm
+    statistics and dropout counters advance. They, and an Equinox `State` or Linen's
+    `batch_stats` returned in `aux`, stay f32. A step is skipped, and they are rolled back,
+    if the gradients, the loss or they themselves become infinite or nan.
 
-    A function under `amp` casts by itself and gets its arguments uncast; a policy beside
-    it may set `grad_dtype` and `reduce_dtype`.
+    A function under `amp` casts by itself; a policy beside it may set `grad_dtype` and
+    `reduce_dtype`.
 
     Args:
-        func: The loss function, returning a scalar or `(scalar, aux)`. Leave it out to
-            use `value_and_grad` as a decorator with arguments.
+        func: The loss function. Leave it out to use `value_and_grad` as a decorator.
         *misplaced: Nothing: options are passed by keyword, the scaling at the call.
         argnums: Which positional arguments of `func` to differentiate: one number, or a
             sequence for a tuple of gradients.
@@ -93,7 +96,7 @@ def value_and_grad(
         axis_name: A `shard_map`, `pmap` or `vmap` axis (or several) over which loss and
             gradients are averaged before the check, so that all devices agree.
         retry: How often to try again at once with the adjusted scale when gradients are
-            not finite, before giving up on the step. The function is compiled twice.
+            not finite. The function is compiled twice.
 
     Raises:
         TypeError: If the loss is no real floating scalar, or no scaling was passed.
@@ -101,14 +104,12 @@ def value_and_grad(
             contradicts `amp`, or if f16 is used with `NoLossScaling`.
 
     Warns:
-        RuntimeWarning: While tracing: of a policy under which all matmuls run in f32,
-            because the function closes over an f32 batch, for example; of a parameter
-            whose gradient a long loop adds up in 16 bits; and of a dynamic scaling that
-            is a constant of the jitted function.
+        RuntimeWarning: While tracing: of a policy under which all matmuls run in f32; of
+            a parameter whose gradient a long loop adds up in 16 bits; and of a dynamic
+            scaling that is a constant of the jitted function.
 
     Examples:
         >>> import jax
-        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> @jax.jit
         ... @value_and_grad(policy="p=f32,c=f16,o=f32")
@@ -142,9 +143,7 @@ def transformed(
     check_function(func)
 
     @functools.wraps(func)
-    def wrapper(
-        scaling: LossScaling, /, *args: PyTree, **kwargs: PyTree
-    ) -> GradResult[Any, LossScaling]:
+    def wrapper(scaling: LossScaling, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         check_scaling(scaling)
         warn_of_constant_scaling(scaling)
         step = make_step(func, options.for_call(func, scaling), args, kwargs)
@@ -157,31 +156,13 @@ def transformed(
 # --- The functions of the paper -------------------------------------------------------
 
 
-@overload
 def filter_grad(
-    func: Callable[Concatenate[Params, P], object],
-    scaling: LossScaling | None = None,
-    has_aux: Literal[False] = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[GradKeywords],
-) -> Callable[
-    Concatenate[Params, P], tuple[LossScaling | None, Bool[Array, ""], Params]
-]: ...
-@overload
-def filter_grad(
-    func: Callable[..., object] | None = None,
+    func: Callable[P, object],
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]: ...
-def filter_grad(
-    func: Callable[..., PyTree] | None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[..., PyTree]:
+) -> Callable[P, Any]:
     """Computes gradients in mixed precision; the counterpart of `eqx.filter_grad`.
 
     The returned function takes the arguments of `func` and returns the tuple
@@ -190,19 +171,17 @@ def filter_grad(
 
     The scaling is part of the transformation, as in the paper: call `filter_grad`
     inside the jitted step with the scaling that the step got as an argument. Outside
-    jit it would be compiled in as a constant; `value_and_grad` takes it at each call.
+    jit it would be compiled in as a constant: new code should use `value_and_grad`.
 
     Args:
-        func: The loss function. Leave it out to use `filter_grad` as a decorator.
+        func: The loss function.
         scaling: The loss scaling. It may be left out where none is needed (bf16, f32).
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         use_mixed_precision: If false, nothing is cast, scaled or checked:
             `grads_finite` is true and `scaling` comes back as it is.
-        **options: `policy`, `grad_dtype`, `axis_name`, `argnums` and `retry`, as in
-            `value_and_grad`.
+        **options: Options of `value_and_grad`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> scaling, grads_finite, grads = filter_grad(loss, DynamicLossScaling.pow2())(
@@ -210,46 +189,27 @@ def filter_grad(
         >>> grads, bool(grads_finite)
         (Array([1., 1.], dtype=float32), True)
     """
+    take = filter_value_and_grad(func, scaling, has_aux, use_mixed_precision, **options)
 
-    def answer(step: Step, used: LossScaling) -> tuple[PyTree, ...]:
-        _, aux, grads, after, finite, _ = step.result(used)
-        found = (after if step.options.mixed else scaling, finite, grads)
-        return (*found, aux) if has_aux else found
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> tuple[PyTree, ...]:
+        value, *found = take(*args, **kwargs)
+        return (*found, value[1]) if has_aux else tuple(found)
 
-    options_of_call = grad_options(has_aux, use_mixed_precision, **options)
-    return _with_scaling(func, scaling, options_of_call, answer)
+    return wrapper
 
 
-@overload
 def filter_value_and_grad(
-    func: Callable[Concatenate[Params, P], object],
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[GradKeywords],
-) -> Callable[
-    Concatenate[Params, P], tuple[Any, LossScaling | None, Bool[Array, ""], Params]
-]: ...
-@overload
-def filter_value_and_grad(
-    func: Callable[..., object] | None = None,
+    func: Callable[P, object],
     scaling: LossScaling | None = None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     **options: Unpack[ArgnumKeywords],
-) -> Callable[..., Any]: ...
-def filter_value_and_grad(
-    func: Callable[..., PyTree] | None = None,
-    scaling: LossScaling | None = None,
-    has_aux: bool = False,
-    use_mixed_precision: bool = True,
-    **options: Unpack[ArgnumKeywords],
-) -> Callable[..., PyTree]:
+) -> Callable[P, Any]:
     """Computes the loss too; the counterpart of `eqx.filter_value_and_grad`.
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
-    is the pair `(loss, aux)` if `has_aux`. The loss is the one that `func` returned,
-    unscaled and widened to f32; see `GradResult` for its precision.
+    is the loss that `func` returned, as in `GradResult`, or `(loss, aux)` if `has_aux`.
 
     Args:
         func: The loss function. This and the others are as in `filter_grad`.
@@ -259,7 +219,6 @@ def filter_value_and_grad(
         **options: Options of `value_and_grad`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from mpx import DynamicLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> value, scaling, grads_finite, grads = filter_value_and_grad(
@@ -296,7 +255,6 @@ def calculate_scaled_grad(
         use_mixed_precision: If false, nothing is cast or scaled.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from mpx import StaticLossScaling
         >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
         >>> calculate_scaled_grad(loss, StaticLossScaling(8.0))(
@@ -318,7 +276,7 @@ def calculate_scaled_grad(
 
 
 def _with_scaling(
-    func: Callable[..., PyTree] | None,
+    func: Callable[..., PyTree],
     scaling: LossScaling | None,
     options: GradOptions,
     answer: Callable[[Step, LossScaling], PyTree],
@@ -326,8 +284,6 @@ def _with_scaling(
     """Returns a function of the arguments of `func` that answers by a step of it."""
     if scaling is not None:
         check_scaling(scaling)
-    if func is None:
-        return lambda func: _with_scaling(func, scaling, options, answer)
     check_function(func)
     if has_scales(func):
         raise TypeError(
@@ -345,3 +301,86 @@ def _with_scaling(
         return answer(step, scaling)
 
     return wrapper
+
+
+# --- Checks of what users pass --------------------------------------------------------
+
+
+def grad_options(
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    argnums: int | Sequence[int] = 0,
+    policy: Policy | str | None = None,
+    grad_dtype: DTypeLike | None = None,
+    axis_name: AxisName | None = None,
+    retry: int = 0,
+) -> GradOptions:
+    """Checks the options of a gradient function."""
+    check_axis_name(axis_name)
+    check_bool(has_aux, "`has_aux`")
+    check_bool(use_mixed_precision, "`use_mixed_precision`")
+    policy, argnums = as_policy(policy), as_counts(argnums, "argnums")
+    dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
+    return GradOptions(
+        argnums=(argnums,) if isinstance(argnums, int) else argnums,
+        several=not isinstance(argnums, int),
+        has_aux=bool(has_aux),
+        policy=policy,
+        grad_dtype=None if dtype is None else parse_float_dtype(dtype, "grad_dtype"),
+        axis_name=axis_name,
+        retry=as_count(retry, "retry", at_least=0),
+        mixed=bool(use_mixed_precision),
+    )
+
+
+def check_function(func: object) -> None:
+    """Raises a `TypeError` unless `func` can be called."""
+    if not callable(func):
+        raise TypeError(
+            f"`func` must be a function, but {type(func).__name__} was given. Pass the "
+            "loss function itself, without calling it."
+        )
+
+
+def refuse_positional(misplaced: Sequence[object], name: str) -> None:
+    """Raises a `TypeError` if options, or the loss scaling, were passed by position."""
+    if misplaced:
+        raise TypeError(
+            f"`{name}` takes its options by keyword, such as `argnums=`, but "
+            f"{type(misplaced[0]).__name__} was given by position. The loss scaling is "
+            "the first argument of the function that it returns: "
+            f"`mpx.{name}(loss)(scaling, params, batch)`."
+        )
+
+
+def check_scaling(scaling: object) -> None:
+    """Raises a `TypeError` unless `scaling` can scale, unscale and adjust."""
+    methods = ("scale", "unscale", "adjust")
+    found = f"{type(scaling).__name__} was given"
+    if isinstance(scaling, type):
+        found = f"the class `{scaling.__name__}` was given, not an instance of it"
+    elif all(hasattr(scaling, name) for name in methods):
+        return
+    raise TypeError(
+        "`scaling` must be a loss scaling such as `mpx.DynamicLossScaling.pow2()`, "
+        f"but {found}. For bf16 pass `mpx.NoLossScaling()`. (`value_and_grad` and "
+        "`accumulate` take it as the first argument of the transformed function.)"
+    )
+
+
+def warn_of_constant_scaling(scaling: object) -> None:
+    """Warns of an adaptive scaling that is a constant of the function being compiled."""
+    is_fixed = getattr(type(scaling), "adjust", None) is LossScaling.adjust
+    if not isinstance(scaling, LossScaling) or is_fixed:
+        return
+    known = scaling.made_of_constants or not is_tracer(scaling.loss_scaling)
+    # While JAX compiles, every computed value is a tracer.
+    if known and is_tracer(jnp.zeros(())):
+        warn(
+            "The loss scaling is not an argument of the function that is being "
+            "compiled, so its scale is compiled in as a constant: every step uses the "
+            "first one, and once that overflows all steps are skipped. Make the "
+            "scaling an argument and a result of the jitted function: "
+            "`step(scaling, params, batch) -> (result.scaling, …)`."
+        )

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import (
     COMPUTE,
-    Reduce,
+    autocast_of,
+    chosen_half_precision,
     gradient_function,
     is_amp,
     reducing_in,
@@ -23,8 +24,8 @@ from mpx._casting._context import (
     take_scales,
 )
 from mpx._casting._keep import is_statistic
+from mpx._casting._policy import Policy, dtype_under_amp
 from mpx._gradients._call import Call, State, is_spoilt, loss_and_aux
-from mpx._gradients._options import GradOptions
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -58,10 +59,9 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
     """Result of `value_and_grad` and `accumulate`.
 
     Attributes:
-        value: The loss that the function returned, unscaled and widened to f32. It has
-            the precision in which the function computed it: a loss returned in 16 bits
-            was rounded to 16 bits, to 3 significant digits in bf16. Cast the logits to
-            f32 in the function, or use `amp`, for a loss in full precision.
+        value: The loss that the function returned, unscaled and widened to f32. A loss
+            returned in bf16 was rounded to 3 significant digits: cast the logits to f32
+            in the function, or use `amp`, for one in full precision.
         aux: What the function returned besides, `None` without `has_aux`.
         grads: The unscaled gradients; `None` for leaves without one.
         scaling: The loss scaling for the next step.
@@ -82,11 +82,7 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         scaling: Scaling  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the fields.
-
-        Raises:
-            ValueError: If they are unpacked into another number of variables.
-        """
+        """Yields the fields; raises if they are unpacked into fewer variables."""
         targets = unpacking_targets()
         if targets not in (None, len(self)):
             raise ValueError(
@@ -97,16 +93,67 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         return tuple.__iter__(self)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions:
+    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
+
+    argnums: tuple[int, ...]
+    several: bool  # whether the gradients are a tuple
+    has_aux: bool
+    policy: Policy
+    grad_dtype: np.dtype | None
+    axis_name: AxisName | None
+    retry: int
+    mixed: bool
+    # Of `accumulate`: the parts, the arguments that are split, and whether to average
+    steps: int = 1
+    batches: tuple[int, ...] = ()
+    mean: bool = True
+
+    def for_call(
+        self, func: Callable[..., PyTree], scaling: LossScaling | None
+    ) -> "GradOptions":
+        """Returns the options of one call, in which the policy names a compute dtype."""
+        policy, low = self.policy, dtype_under_amp(func, self.policy)
+        if not self.mixed:
+            if low is not None:
+                raise ValueError(
+                    "`use_mixed_precision=False` switches nothing off in a function "
+                    "under `amp`, which computes in 16 bits by itself. Pass the function "
+                    "without `amp`."
+                )
+            return self
+        own = None if self.axis_name is not None else autocast_of(func)
+        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
+        if None not in reduces and reduces[0] != reduces[1]:
+            raise ValueError(
+                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
+                "Leave one out."
+            )
+        has_none = isinstance(scaling, NoLossScaling)
+        default = np.dtype(jnp.bfloat16 if has_none else np.float16)
+        dtype = low or policy.compute_dtype or chosen_half_precision() or default
+        if dtype == np.float16 and (scaling is None or has_none):
+            raise ValueError(
+                "f16 gradients need a loss scaling: without one, those below 6e-8 become "
+                "0. Pass `mpx.DynamicLossScaling.pow2()` as the scaling; or compute in "
+                'bf16, with `policy="p=f32,c=bf16,o=f32"` or `amp(func, "bf16")`. '
+                "`mpx.StaticLossScaling(1.0)` is f16 with a scale of 1."
+            )
+        policy = dataclasses.replace(policy, compute_dtype=dtype)
+        return dataclasses.replace(self, policy=policy)
+
+
 class Evaluation(NamedTuple):
     """One forward and backward pass: everything in it is an array or a pytree of them."""
 
+    state: State  # the state after the call
     value: Array  # the unscaled loss
-    aux: PyTree  # the arrays among what the function returned besides
     # The gradients of the scaled loss, one tree per differentiated argument
     grads: tuple[PyTree, ...]
-    state: State  # the state after the call
     spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
     observed: PyTree = None  # what delayed fp8 scales have seen
+    aux: PyTree = None  # the arrays among what the function returned besides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +166,8 @@ class _InState:
 class Step:
     """One call of a gradient function; `call` is that of the user's function."""
 
-    # What is no array, kept while JAX traces the rest: that part of `aux`, and the names
-    # of the NNX parameters that the function changes.
+    # Kept while JAX traces the arrays: the rest of `aux`, and the names of the NNX
+    # parameters that the function changes.
     _static: PyTree = None
     _changed: set[str] | None = None
 
@@ -132,8 +179,10 @@ class Step:
         kwargs: Mapping[str, PyTree],
     ) -> None:
         self.func, self.options = func, options
-        self.axis_name = options.axis_name  # the mapped axis over which to average
         self._scales, args = take_scales(func, args)
+        # An axis of the mesh over which the batch is sharded, or a mapped one
+        self.shards = shards_of(options.axis_name, args)
+        self.axis_name = options.axis_name if self.shards is None else None
         self.prepare(args, kwargs)
         self.call = self.call_with(args, kwargs)
         for name, leaf in named_leaves(self.call.diff) if self.axis_name else ():
@@ -148,23 +197,19 @@ class Step:
 
     def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
         """Raises a `ValueError` if the axis to average over is one of the mesh."""
-        del kwargs
-        if shards_of(self.axis_name, args) is not None:
+        del args, kwargs
+        if self.shards is not None:
             raise ValueError(
-                f"`axis_name={self.axis_name!r}` is an axis of the mesh. Leave it out: XLA "
-                "sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
+                f"`axis_name={self.options.axis_name!r}` is an axis of the mesh. Leave it "
+                "out: XLA sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
             )
 
     def call_with(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Call:
         """Returns a call with these arguments."""
         casts = self.options.mixed and not is_amp(self.func)
         policy = self.options.policy if casts else None
-        argnums = self.options.argnum_tuple()
-        return Call(self.func, args, kwargs, argnums, policy, scales=self._scales)
-
-    def matmul_reduce(self) -> Reduce:
-        """Returns the dtype in which weight gradients leave their matmuls."""
-        return self.options.policy.reduce_dtype
+        argnums, scales = self.options.argnums, self._scales
+        return Call(self.func, args, kwargs, argnums, policy, scales=scales)
 
     def wire_dtype(self) -> np.dtype | str | None:
         """Returns the dtype in which mpx sums gradients over devices."""
@@ -178,11 +223,10 @@ class Step:
 
     def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
         """Runs a call forward and backward on the scaled loss."""
-        has_aux, reduce = self.options.has_aux, self.matmul_reduce()
+        has_aux, reduce = self.options.has_aux, self.options.policy.reduce_dtype
+        reduce = reduce if self.shards is None else None  # mpx sums over these
 
-        def scaled_loss(
-            diff: tuple[PyTree, ...], scales: PyTree
-        ) -> tuple[Array, tuple[Array, PyTree, State]]:
+        def scaled_loss(diff: PyTree, scales: PyTree) -> tuple[Array, PyTree]:
             out, after = call.run(diff, state, scales)
             loss, aux = loss_and_aux(out, has_aux)
             return scaling.scale(loss), (loss, self._arrays_of(aux, call), after)
@@ -195,23 +239,19 @@ class Step:
             # a `shard_map` share would be summed in the compute dtype before mpx sees it.
             local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
             diff, scales = jax.tree.map(local, (diff, scales))
-        wide, loss_of, programs = call.widened(diff), scaled_loss, []
+        wide, run, programs = call.widened(diff), scaled_loss, []
         if call.low is not None:
-            from mpx._wire._masters import with_masters
+            from mpx._wire._product import with_masters
 
             is_mapped, look = self.axis_name is not None, programs.append
-            loss_of = functools.partial(
+            run = functools.partial(
                 with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped, look=look
             )
         # Without a scale, `amp` in f16 inside the function warns.
-        is_scaled = not isinstance(scaling, NoLossScaling)
-        with (
-            gradient_function() if is_scaled else contextlib.nullcontext(),
-            reducing_in(reduce),
-        ):
-            total, vjp, (loss, aux, after) = jax.vjp(
-                loss_of, wide, scales, has_aux=True
-            )
+        has_none = isinstance(scaling, NoLossScaling)
+        scope = contextlib.nullcontext() if has_none else gradient_function()
+        with scope, reducing_in(reduce):
+            total, vjp, (loss, aux, after) = jax.vjp(run, wide, scales, has_aux=True)
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))
         if wide is not diff:
@@ -228,7 +268,7 @@ class Step:
         spoilt = is_spoilt([*pairs, *unknown])
         for program in programs:
             _uses.warn_of_uses(call, program)
-        return Evaluation(loss, aux, grads, after, spoilt, observed)
+        return Evaluation(after, loss, grads, spoilt, observed, aux)
 
     def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:
         """Stores what is no array, or is part of the state, and returns the arrays."""
@@ -236,17 +276,16 @@ class Step:
             aux = map_with_name(
                 lambda name, x: _InState(successors[name]) if name in successors else x,
                 aux,
+                is_leaf=lambda node: isinstance(node, eqx.nn.State),
             )
         arrays, self._static = eqx.partition(aux, eqx.is_array)
         return arrays
 
     def commit(self, arrays: PyTree, state: State) -> PyTree:
         """Puts a state into effect, and returns `aux` as the function returned it."""
-        aux = jax.tree.map(
-            lambda x: state.arrays[x.name] if isinstance(x, _InState) else x,
-            eqx.combine(arrays, self._static),
-        )
-        return self.call.commit(aux, state)
+        self.call.commit(state)
+        find = lambda x: state.arrays[x.name] if isinstance(x, _InState) else x  # noqa: E731
+        return jax.tree.map(find, eqx.combine(arrays, self._static))
 
     def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
@@ -264,16 +303,15 @@ class Step:
             after = select_tree(finite, after, self.call.comparable(state, after))
         if scales is not None:
             fp8 = select_tree(finite, scales.update(result.observed), scales)
-        several = isinstance(self.options.argnums, tuple)
-        grads = result.grads if several else result.grads[0]
+        grads = result.grads if self.options.several else result.grads[0]
         aux = self.commit(result.aux, after)
         return GradResult(result.value, aux, grads, scaling, finite, fp8)
 
-    def _attempt(
-        self, scaling: LossScaling
-    ) -> tuple[Evaluation, LossScaling, Bool[Array, ""]]:
+    def _attempt(self, scaling: LossScaling) -> tuple[Evaluation, LossScaling, Array]:
         """Evaluates, reduces over devices, unscales and checks."""
-        result = self._reduced(self.run(scaling))
+        result = self.run(scaling)
+        if self.axis_name is not None:
+            result = self._reduced(result, self.axis_name)
         # Undo with the scale that scaled: after a growth step the new one is larger.
         unscaled = scaling.unscale(result.grads)
         grads = cast_floating(unscaled, self.options.grad_dtype)
@@ -283,11 +321,9 @@ class Step:
         finite = all_finite((grads, result.value)) & ~result.spoilt
         return result, scaling.adjust(finite), finite
 
-    def _reduced(self, result: Evaluation) -> Evaluation:
+    def _reduced(self, result: Evaluation, axis_name: AxisName) -> Evaluation:
         """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""
-        axis_name, dtype = self.axis_name, self.wire_dtype()
-        if axis_name is None:
-            return result
+        dtype = self.wire_dtype()
         # A sum of parts is a sum over devices, too.
         together = lax.pmean if self.options.mean else lax.psum
 

@@ -4,8 +4,6 @@ All of it happens while tracing and costs nothing in the compiled step. It reads
 so it is imported when a gradient is first taken.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +32,9 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
     `nnx.jit` and `nnx.remat` assign to all of them. The call is traced once more.
     """
 
-    def arrays_after(diff: tuple[PyTree, ...]) -> dict[str, PyTree]:
-        return call.run(diff, state, call.scales)[1].arrays
+    def assigned_after(diff: tuple[PyTree, ...]) -> dict[str, PyTree]:
+        after = call.run(diff, state, call.scales)[1]
+        return {name: after.arrays[name] for name in call.assigned(after)}
 
     def rule(
         name: str, eqn: Equation, ins: list[tuple[str, int] | None]
@@ -45,17 +44,16 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
         param, casts = ins[0]
         return param, casts + 1
 
-    jaxpr, after = jax.make_jaxpr(arrays_after, return_shape=True)(diff)
+    jaxpr, after = jax.make_jaxpr(assigned_after, return_shape=True)(diff)
     body, _ = open_jaxpr(jaxpr)
     labels = [(name, 0) for name in call.diff_names()]
     flow = Flow(rule, join=lambda a, b: a if a == b else None)
     found = flow.run(jaxpr, dict(zip(body.invars, labels, strict=True)))
     # The policy casts to 16 bits and back.
     casts = (0,) if call.low is None else (0, 2)
-    outs = zip(sorted(after), found, body.outvars, strict=True)
     changed = {
         name: var
-        for name, label, var in outs
+        for name, label, var in zip(sorted(after), found, body.outvars, strict=True)
         if label not in [(name, count) for count in casts]
     }
     for eqn in body.eqns:
@@ -70,13 +68,6 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
                     "parameters in f32."
                 )
     return set(changed)
-
-
-class _Param(NamedTuple):
-    """The label of a parameter in a program: its position, and whether it was narrowed."""
-
-    number: int
-    narrowed: bool
 
 
 def warn_of_uses(call: Call, program: PyTree) -> None:
@@ -111,40 +102,38 @@ def warn_of_uses(call: Call, program: PyTree) -> None:
 def _uses(program: PyTree, count: int) -> tuple[set[int], set[int], dict[int, int]]:
     """Returns how a program uses its first inputs, which are parameters.
 
-    The results are those that were cast to 16 bits but multiplied in f32; those that are
-    multiplied in 16 bits, or used by a custom derivative; and by 16-bit parameter that is
-    the same in each round of a long loop, the number of rounds.
+    Those cast to 16 bits but multiplied in f32; those multiplied in 16 bits, or used by a
+    custom derivative; and the rounds of long loops that use a 16-bit one in each round.
     """
     widened, low, loops = set[int](), set[int](), dict[int, int]()
 
-    def rule(name: str, eqn: Equation, ins: list[_Param | None]) -> _Param | None:
+    def rule(
+        name: str, eqn: Equation, ins: list[tuple[int, bool] | None]
+    ) -> tuple[int, bool] | None:
         found = [label for label in ins if label is not None]
         if name == "scan":
             consts, length = scan_sizes(eqn.params)[0], eqn.params["length"]
-            pairs = zip(eqn.invars[:consts], ins[:consts], strict=True)
-            # Each addition rounds by up to half an eps: so many may lose everything.
-            lost = [
-                label.number
-                for atom, label in pairs
-                if label is not None
-                and _float_bytes(atom.aval) == 2
-                and length * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1
-            ]
-            loops.update((x, max(length, loops.get(x, 0))) for x in lost)
+            for atom, label in zip(eqn.invars[:consts], ins[:consts], strict=True):
+                # Each addition rounds by up to half an eps: so many may lose everything.
+                if (
+                    label is not None
+                    and _float_bytes(atom.aval) == 2
+                    and length * float(jnp.finfo(atom.aval.dtype).eps) / 2 >= 1
+                ):
+                    loops[label[0]] = max(length, loops.get(label[0], 0))
         elif name in MATMULS:
             is_wide = any(_float_bytes(atom.aval) >= 4 for atom in eqn.invars)
-            for label in found:
-                if label.narrowed or not is_wide:
-                    (widened if is_wide else low).add(label.number)
+            for number, narrowed in found:
+                if narrowed or not is_wide:
+                    (widened if is_wide else low).add(number)
         elif name in _MOVES and found:
-            narrowed = found[0].narrowed or _float_bytes(eqn.outvars[0].aval) == 2
-            return found[0]._replace(narrowed=narrowed)
+            return found[0][0], found[0][1] or _float_bytes(eqn.outvars[0].aval) == 2
         elif name.startswith("custom_vjp") or name in _KERNELS:
-            low.update(label.number for label in found)
+            low.update(number for number, _ in found)
         return None
 
     pairs = enumerate(open_jaxpr(program)[0].invars[:count])
-    labels = {var: _Param(i, _float_bytes(var.aval) == 2) for i, var in pairs}
+    labels = {var: (i, _float_bytes(var.aval) == 2) for i, var in pairs}
     Flow(rule).run(program, labels)
     return widened, low, loops
 

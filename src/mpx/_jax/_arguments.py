@@ -8,6 +8,8 @@ import numpy as np
 
 from mpx._jax._compat import is_tracer
 
+_STATIC = " Make it a static argument of the jitted function."
+
 
 def check_value(holds: bool, what: str, expected: str, value: Any) -> None:
     """Raises a `ValueError` that names the expected value, unless the condition holds."""
@@ -25,7 +27,8 @@ def check_choice(value: object, what: str, choices: Sequence[object]) -> None:
 def check_bool(value: object, what: str) -> None:
     """Raises a `TypeError` unless `value` is a Python or NumPy boolean."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{what} must be True or False, but {value!r} was given.")
+        hint = _STATIC if is_tracer(value) else ""
+        raise TypeError(f"{what} must be True or False, but {value!r} was given.{hint}")
 
 
 def as_count(value: Any, what: str, at_least: int | None = None) -> int:
@@ -33,10 +36,10 @@ def as_count(value: Any, what: str, at_least: int | None = None) -> int:
     try:
         number = operator.index(value)
     except Exception:  # a `TypeError`, or that of a traced array
-        hint = " Make it a static argument of the jitted function."
+        hint = _STATIC if is_tracer(value) else ""
         raise TypeError(
             f"`{what}` must be an integer, but {value!r} of type "
-            f"{type(value).__name__} was given.{hint if is_tracer(value) else ''}"
+            f"{type(value).__name__} was given.{hint}"
         ) from None
     if at_least is not None:
         words = "0 or more" if at_least == 0 else f"at least {at_least}"

@@ -1,9 +1,9 @@
-"""The choice of a backend for each step, and the launch of kernels."""
+"""Steps of parameters: the choice of a backend, kernels over shards, and plain JAX."""
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,56 @@ from jaxtyping import PyTree
 from mpx._jax._devices import gpu_capability
 from mpx._jax._private import private
 from mpx._jax._sharding import (
+    may_cut_groups,
     over_shards,
     reason_against_shards,
     replicated,
+    sharded_as,
     stacked,
     uncut,
+    whole_groups,
 )
-from mpx._kernels._plain import Body, run_plain
+from mpx._quant._codecs import Block, FlatBlock
 
 Backend = Literal["auto", "jax"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
 _BLOCK = 512  # elements that a program of the kernel steps, and the largest group
 _BATCH, _BATCH_SIZE = 8, 2**23  # leaves of a launch; larger ones have one of their own
+# From this size on the maxima are found in a pass of their own: otherwise XLA computes most
+# of the step inside the reduction, at a third of the speed
+# (benchmarks/optim.py, jax 0.11.2, H200).
+_TWO_PASSES = 2**20
+_NEIGHBOURS = 8
+
+
+@runtime_checkable
+class Body(Protocol):
+    """One step of a block, of which `group_size` elements share a scale, if it is not 0.
+
+    It is hashable, and equal ones compile once.
+    """
+
+    @property
+    def group_size(self) -> int: ...
+
+    def __call__(
+        self, scalars: tuple[Array, ...], grad: Array, leaf: PyTree, block: Block
+    ) -> PyTree: ...
 
 
 class Job(NamedTuple):
     """One step of one parameter."""
 
-    name: str  # The path of the parameter
-    body: Body  # The step
-    scalars: Array  # The f32 numbers that `body` needs
-    grad: PyTree  # The gradient; `None` while it is not known
-    leaf: PyTree  # The parameter and its state: any pytree with an attribute `param`
-    # If the gradient is that of one layer of the leaf, along its first axis: the index of
-    # this layer, int32; the others stay as they are
-    layer: Array | None = None
+    name: str  # the path of the parameter
+    body: Body  # the step
+    scalars: Array  # the f32 numbers that `body` needs
+    grad: PyTree  # `None` while it is not known
+    leaf: PyTree  # the parameter and its state: any pytree with an attribute `param`
+    layer: Array | None = None  # int32, if only this one steps, along the first axis
 
     @property
     def size(self) -> int:
-        """The number of elements that step."""
         param = self.leaf.param
         return param.size if self.layer is None else math.prod(param.shape[1:])
 
@@ -62,29 +82,23 @@ class _Batch(NamedTuple):
 def run(
     jobs: Sequence[Job], *, finite: Array | None = None, backend: Backend = "auto"
 ) -> list[PyTree]:
-    """Runs steps.
-
-    If `finite` is false, the leaves come back as they were. `"auto"` takes the kernel
-    where it is faster.
-    """
+    """Runs steps; if `finite` is false, the leaves come back as they were."""
     # Small jobs of equal types share a launch of the kernel.
     alike: dict[object, list[int]] = {}
     in_kernel = [_takes_kernel(job, backend) for job in jobs]
     for index, job in enumerate(jobs):
-        types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
-        leaves, treedef = jax.tree.flatten(types)
-        is_alone = job.size > _BATCH_SIZE or job.layer is not None
-        key = (
-            index if is_alone or not in_kernel[index] else (job.body, treedef, *leaves)
-        )
+        key: object = index
+        if in_kernel[index] and job.size <= _BATCH_SIZE and job.layer is None:
+            types = jax.tree.map(jax.typeof, (job.grad, job.leaf))
+            key = (job.body, jax.tree.structure(types), *jax.tree.leaves(types))
         alike.setdefault(key, []).append(index)
     new: list[PyTree] = [None] * len(jobs)
     for all_indices in alike.values():
         for start in range(0, len(all_indices), _BATCH):
             indices = all_indices[start : start + _BATCH]
             rows = [(jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices]
-            scalars, grads, leaves = map(list, zip(*rows, strict=True))
             job, step = jobs[indices[0]], _launch if in_kernel[indices[0]] else _plain
+            scalars, grads, leaves = map(list, zip(*rows, strict=True))
             batch = _Batch(scalars, grads, leaves, finite, job.layer)
             for index, leaf in zip(indices, step(batch, body=job.body), strict=True):
                 new[index] = leaf
@@ -92,7 +106,6 @@ def run(
 
 
 def _takes_kernel(job: Job, backend: Backend) -> bool:
-    """Returns whether a job is stepped by the kernel, where that can run."""
     # Without a GPU, here or in the mesh of a compilation for one, no kernel is traced: that
     # takes longer than all else, and imports Pallas.
     capability, size = gpu_capability(), job.body.group_size
@@ -189,7 +202,7 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
-        if _triton.can_step_layer(leaf, _BLOCK):
+        if _triton.can_address(leaf, _BLOCK) and grads[0].size % _BLOCK == 0:
             return launch(numbers, grads, leaves, like=like, ahead=ahead)
         # A device may have other layers only.
         layer, last = -ahead[0], len(ahead) - 1
@@ -209,10 +222,10 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         for indices in alike.values():
             rows = numbers
             if len(indices) < len(leaves):
-                rows = jnp.stack([numbers[index] for index in indices])
-            some = [grads[index] for index in indices], [leaves[i] for i in indices]
+                rows = jnp.stack([numbers[i] for i in indices])
+            some = [grads[i] for i in indices], [leaves[i] for i in indices]
             if _triton.can_address(some[1][0], _BLOCK):
-                results = launch(rows, *some, like=[like[index] for index in indices])
+                results = launch(rows, *some, like=like[: len(indices)])
             else:
                 flag = rows[0, 0] != 0
                 results = plain(_Batch([row[1:] for row in rows], *some, flag, None))
@@ -283,3 +296,92 @@ def _rule(
     ]
     operands = ["rows numbers", *ahead, *grads, *results]
     return f"{', '.join(operands)} -> {', '.join(results)}", planes
+
+
+# --- plain JAX: the specification, and the path on CPUs, TPUs and under `vmap` ----------
+
+
+def run_plain(
+    body: Body, scalars: Array, grad: Array, leaf: PyTree, *, finite: Array | None
+) -> PyTree:
+    """Runs a step on whole arrays, of which those with one more axis become planes."""
+    shape, group_size = leaf.param.shape, body.group_size
+    cut = bool(group_size) and may_cut_groups(leaf.param, group_size)
+
+    def planes(x: Array) -> PyTree:
+        if x.ndim == len(shape):
+            return group(x)
+        parts = (lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
+        return tuple(map(group, parts))
+
+    def group(x: Array) -> Array:
+        if cut or not group_size or x.shape != shape:
+            return x
+        return x.reshape(*shape[:-1], shape[-1] // group_size, group_size)
+
+    step = functools.partial(body, tuple(scalars))
+    old, grad = jax.tree.map(planes, leaf), group(sharded_as(grad, leaf.param))
+    if cut:
+        new = step(grad, old, block=_CutBlock(group_size))
+    elif group_size and leaf.param.size >= _TWO_PASSES:
+        first = _FirstPass()
+        step(grad, old, block=first)
+        # Without the barrier XLA merges what it can of the second pass into the first.
+        grad, peaks = lax.optimization_barrier((grad, first.peaks))
+        new = step(grad, old, block=_SecondPass(peaks))
+    else:
+        new = step(grad, old, block=Block())
+    if finite is not None:
+        # Before the reshape: after it XLA would write the f32 weights to memory first.
+        new = jax.tree.map(lambda x, y: jnp.where(finite, x, y), new, old)
+    return jax.tree.map(_like, leaf, new)
+
+
+def _like(old: Array, new: PyTree) -> Array:
+    """Returns an array, or one with new planes, in the shape and sharding of the old one."""
+    if not isinstance(new, tuple):
+        return sharded_as(new.reshape(old.shape), old)
+    # Else XLA would compute the step once more for each plane.
+    for index, plane in enumerate(lax.optimization_barrier(new)):
+        plane = sharded_as(plane.reshape(old.shape[1:]), old[index])
+        old = lax.dynamic_update_index_in_dim(old, plane, index, 0)
+    return old
+
+
+class _FirstPass(Block):
+    """Finds the maxima; all other results are discarded.
+
+    Each thread of a GPU first takes the maximum of a few: there is less to exchange.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: list[Array] = []
+
+    def peak(self, x: Array) -> Array:
+        *rows, width = x.shape
+        few = math.gcd(width, _NEIGHBOURS)
+        x = x.reshape(*rows, width // few, few)
+        x = functools.reduce(jnp.maximum, (x[..., index] for index in range(few)))
+        self.peaks.append(super().peak(x))
+        return self.peaks[-1]
+
+
+class _SecondPass(Block):
+    """Replays the maxima in the order in which they were found."""
+
+    def __init__(self, peaks: Sequence[Array]) -> None:
+        self._peaks = iter(peaks)
+
+    def peak(self, x: Array) -> Array:
+        return next(self._peaks)
+
+
+class _CutBlock(FlatBlock):
+    """A whole array whose shards may end within a group.
+
+    Results are computed element by element and sharded like the inputs; only the moments
+    are gathered, to take the maxima of the groups.
+    """
+
+    def peak(self, x: Array) -> Array:
+        return super().peak(whole_groups(x, self._group_size))

@@ -6,15 +6,12 @@ the scores, which the backward kernel needs.
 
     out = softmax(scale · q kᵀ + bias, where mask) v
     logsumexp = log Σ exp(scale · q kᵀ + bias)        (batch, heads, queries, 1), f32
-
-The module is imported when attention is first recognised, and only if JAX has the private
-names that it needs.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +29,11 @@ from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops._primitives import (
+    Aval,
+    Dims,
     define,
+    define_derivatives,
     function_of,
-    linearise,
     mapped_alike,
     varying_alike,
     zero_tangent,
@@ -43,8 +42,6 @@ from mpx._program._interpreter import Op, Outcome, Visitor
 from mpx._program._queries import ATTENTION, holds
 
 F32 = jnp.dtype(jnp.float32)
-Aval = Any
-"""The type of a value: shape, dtype, sharding."""
 _jax = private("attention")
 
 
@@ -55,9 +52,7 @@ class Attention(NamedTuple):
     is_causal: bool  # Whether a query sees the keys up to its own position only
     # For causal attention, the number of keys that it sees to the left, and 0
     window: tuple[int, int] | None
-    # The further operands: of `bias`, `mask` and `kv_seqlen`, in this order, those that
-    # there are
-    extras: tuple[str, ...]
+    extras: tuple[str, ...]  # those of `bias`, `mask`, `kv_seqlen` that are operands
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -92,29 +87,6 @@ def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> Py
     )
 
 
-def plain_backward(
-    *operands: Array, spec: Attention, wrt: tuple[int, ...]
-) -> Sequence[Array]:
-    """Returns the gradients of `plain` with respect to some operands."""
-    call, chosen = _output(operands, spec, wrt)
-    return jax.vjp(call, *chosen)[1](operands[-1])
-
-
-def plain_tangent(
-    *operands: Array, spec: Attention, wrt: tuple[int, ...]
-) -> list[Array]:
-    """Returns the directional derivative of `plain`."""
-    call, chosen = _output(operands, spec, wrt)
-    return [jax.jvp(call, chosen, list(operands[-len(wrt) :]))[1]]
-
-
-def _output(
-    operands: Sequence[Array], spec: Attention, wrt: Sequence[int]
-) -> tuple[Callable[..., Array], list[Array]]:
-    given = operands[: 3 + len(spec.extras)]
-    return function_of(lambda *x: plain(*x, spec=spec)[0], given, wrt)
-
-
 # --- The operation in cuDNN -----------------------------------------------------------
 
 
@@ -135,13 +107,13 @@ def _vjp(
             seen += [causal(*lengths, spec.window)] if spec.is_causal else []
             visible = functools.reduce(jnp.logical_and, seen) if seen else None
             query, extras["bias"] = _fitting(query, extras["bias"], visible)
-        for name in [x for x in extras if x != "kv_seqlen"]:
-            # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
-            # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
-            shape = (*extras[name].shape[:2], *lengths)
-            extras[name] = jnp.broadcast_to(extras[name], shape)
-        low = (query, key, value, *extras.values())
-        return _by_jax(low, spec, implementation="cudnn")
+        # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
+        # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
+        full = [
+            x if name == "kv_seqlen" else jnp.broadcast_to(x, (*x.shape[:2], *lengths))
+            for name, x in extras.items()
+        ]
+        return _by_jax((query, key, value, *full), spec, implementation="cudnn")
 
     func, chosen = function_of(call, operands, wrt)
     return jax.vjp(func, *chosen)
@@ -205,7 +177,8 @@ def _cudnn_backward(
     kept = (out, saved[..., 0])
     grads, _ = _with_kernel(backward, (cotangent, *given), kept)
     if 3 in wrt and not by_kernel:
-        grads += plain_backward(*operands, spec=spec, wrt=(3,))
+        call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
+        grads += jax.vjp(call, *chosen)[1](cotangent)
     return [grads[i] for i in wrt]
 
 
@@ -214,7 +187,7 @@ def _with_kernel(
 ) -> tuple[list[PyTree], list[PyTree]]:
     """Calls a function; returns its results and those of the forward kernel inside.
 
-    If the results of that are known, they are `kept`, and it is not run.
+    If the latter are `kept`, the kernel is not run.
     """
     visitor = _Kernel(kept=kept)
     # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
@@ -232,25 +205,22 @@ class _Kernel(Visitor):
     saved: list[PyTree] = dataclasses.field(default_factory=list)
 
     def equation(self, op: Op) -> Outcome:
-        is_kernel = op.eqn.primitive.name == CUDNN_KERNEL
-        is_kept = is_kernel and self.kept is not None
-        outs = list(self.kept or ()) if is_kept else eval_equation(op.eqn, op.values)
-        self.saved = outs if is_kernel else self.saved
+        if op.eqn.primitive.name != CUDNN_KERNEL:
+            outs = eval_equation(op.eqn, op.values)
+        else:
+            outs = self.saved = list(self.kept or eval_equation(op.eqn, op.values))
         return outs, [None] * len(outs)
 
 
 _OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
-Types = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def reason_against(
-    spec: Attention, arrays: Sequence[jax.ShapeDtypeStruct], extras: Types
+    spec: Attention, arrays: Sequence[jax.ShapeDtypeStruct], extras: PyTree
 ) -> str | None:
     """Returns why cuDNN cannot run a call on operands of these types, if it cannot.
 
-    It takes one array for a bias and a mask, which has more than 16 bits of precision only
-    relative to the largest number that is not masked, and a gradient only if all examples
-    share it.
+    It takes one array for a bias and a mask, exact only near its largest number.
     """
     if len(extras) == 2:
         pairs = zip(extras["bias"].shape[:2], extras["mask"].shape[:2], strict=True)
@@ -273,9 +243,7 @@ def _reason_by_jax(
     dtypes = {"bias": F32, "mask": jnp.bool_}
     extras = {x: jax.ShapeDtypeStruct(full, dtypes[x]) for x in spec.extras}
 
-    def forward_and_backward(
-        arrays: Sequence[Array], extras: Mapping[str, Array]
-    ) -> PyTree:
+    def forward_and_backward(arrays: Sequence[Array], extras: PyTree) -> PyTree:
         operands, padded = _padded(arrays, extras, spec)
         out, backward = _vjp(operands, padded, spec.free)
         return backward(out)
@@ -291,7 +259,7 @@ def _reason_by_jax(
 
 
 LEAST = {9: 128 * 128, 10: 128 * 128}
-"""By the first number of the compute capability: from which number of scores per head on."""
+"""The least number of scores per head, by the first number of the compute capability."""
 
 
 def reason_not_paying(
@@ -335,10 +303,7 @@ def _attention_jvp(
 
 
 def _batched(
-    primitive: Primitive,
-    operands: Sequence[PyTree],
-    dims: Sequence[int | None],
-    **params: PyTree,
+    primitive: Primitive, operands: Sequence[PyTree], dims: Dims, **params: PyTree
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
@@ -365,30 +330,28 @@ def _batched(
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
-attention_p = define(_jax, _FORWARD, _attention_types, plain)
-attention_backward_p = define(
+attention_p = define(_jax, _FORWARD, _attention_types, plain, _batched)
+attention_tangent_p, attention_backward_p = define_derivatives(
     _jax,
-    _BACKWARD,
-    lambda *operands, spec, wrt: [operands[i] for i in wrt],
-    plain_backward,
-)
-attention_tangent_p = define(
-    _jax, _TANGENT, lambda query, *rest, **params: [query], plain_tangent
+    (_TANGENT, _BACKWARD),
+    lambda *x, spec: [plain(*x, spec=spec)[0]],
+    count=lambda spec: 3 + len(spec.extras),
+    types=(
+        lambda query, *rest, spec, wrt: [query],
+        lambda *operands, spec, wrt: [operands[i] for i in wrt],
+    ),
+    batched=_batched,
 )
 for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
-    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
     # As JAX's own cuDNN attention, which is inside.
     _jax.prim_requires_devices_during_lowering.add(_primitive)
-for _primitive, _fast in (
-    (attention_p, _cudnn),
-    (attention_backward_p, _cudnn_backward),
-):
-    _lowering = _jax.lower_fun(_fast, multiple_results=True)
+for _primitive, _run in {
+    attention_p: _cudnn,
+    attention_backward_p: _cudnn_backward,
+}.items():
+    _lowering = _jax.lower_fun(_run, multiple_results=True)
     _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
-linearise(
-    _jax, attention_tangent_p, attention_backward_p, [plain_tangent, plain_backward]
-)
 
 
 _MASKED = -1e30
@@ -412,10 +375,8 @@ def _padded(
     more_rows, more_keys = rows % 2, keys % 2
     size = max(query.shape[-1], value.shape[-1])
     size += -size % 8
-    operands = [
-        _filled_up(x, {1: more, 3: size - x.shape[-1]})
-        for x, more in ((query, more_rows), (key, more_keys), (value, more_keys))
-    ]
+    more = zip(arrays, (more_rows, more_keys, more_keys), strict=True)
+    operands = [_filled_up(x, {1: n, 3: size - x.shape[-1]}) for x, n in more]
     for name in spec.extras:
         x, fill = extras[name], _MASKED if name == "bias" else False
         if name == spec.extras[0] and more_keys and x.shape[3] == 1:

@@ -1,7 +1,4 @@
-"""What the primitives of the operations share: definition, second derivatives, `vmap`.
-
-Each operation passes `names`, the private names of JAX that it needs.
-"""
+"""What the primitives of the operations share: definition, derivatives, `vmap`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,38 +7,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive, as_varying, varying_axes
 
 Run = Callable[..., PyTree]
 Names = Any
-"""Private names of JAX, from `private`."""
+"""The private names of JAX that an operation needs, from `private`."""
+Aval = Any
+"""The type of a value: shape, dtype, sharding."""
+Dims = Sequence[int | None]
+"""The axis along which each operand is mapped."""
 
 
 def define(
-    names: Names, name: str, types: Run, run: Run, *, multiple_results: bool = True
+    names: Names, name: str, types: Run, run: Run, batched: Run, *, several: bool = True
 ) -> Primitive:
-    """Returns a primitive whose types are those of `types`, and that is lowered to `run`."""
+    """Returns a primitive that is typed by `types`, lowered to `run`, mapped by `batched`."""
     primitive = Primitive(name)
 
     @functools.lru_cache(maxsize=256)
     def compiled(**params: object) -> Run:
         return jax.jit(functools.partial(primitive.bind, **params))
 
-    primitive.multiple_results = multiple_results
+    primitive.multiple_results = several
     primitive.def_impl(lambda *operands, **params: compiled(**params)(*operands))
     primitive.def_abstract_eval(types)
-    lowering = names.lower_fun(run, multiple_results=multiple_results)
-    names.register_lowering(primitive, lowering)
+    names.register_lowering(primitive, names.lower_fun(run, multiple_results=several))
+    names.primitive_batchers[primitive] = functools.partial(batched, primitive)
     return primitive
 
 
 def varying_alike(operands: Sequence[Array]) -> Sequence[Array]:
-    """Marks operands as varying over the same mesh axes.
-
-    The transpose of the mark sums gradients over devices.
-    """
+    """Marks operands as varying over the same mesh axes; its transpose sums gradients."""
     axes = sorted(frozenset().union(*(varying_axes(jax.typeof(x)) for x in operands)))
     return [as_varying(x, axes) for x in operands] if axes else operands
 
@@ -49,6 +49,12 @@ def varying_alike(operands: Sequence[Array]) -> Sequence[Array]:
 def zero_tangent(names: Names, x: Array) -> PyTree:
     """Returns the symbolic zero of the tangents of an array."""
     return names.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def typed_like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
+    """Returns a type of another shape and dtype, replicated where axes are explicit."""
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def function_of(
@@ -63,21 +69,43 @@ def function_of(
     return call, [operands[i] for i in wrt]
 
 
-def linearise(
-    names: Names, tangent: Primitive, backward: Primitive, runs: Sequence[Run]
-) -> None:
-    """Defines the derivatives of the derivatives of an operation.
+def define_derivatives(
+    names: Names,
+    labels: Sequence[str],
+    func: Run,
+    *,
+    count: Callable[..., int],
+    types: Sequence[Run],
+    batched: Run,
+    gradients: Run | None = None,
+) -> tuple[Primitive, Primitive]:
+    """Returns primitives for the tangents of a function and for their transpose.
 
-    `tangent` takes operands, what was saved, and the tangents of the operands `wrt`;
-    `backward`, its transpose, takes the cotangents of the results instead. What was saved
-    depends on the operands alone: `runs` compute both from these.
+    Both take the operands of the function, `count` of its parameters; what was saved,
+    which depends on these alone; and last the tangents of the operands `wrt`, or the
+    cotangents of all results. Given what was saved, `gradients` may be faster than JAX's.
     """
 
+    def opened(
+        given: Sequence[Array], wrt: Sequence[int], params: dict[str, object]
+    ) -> tuple[Run, list[Array]]:
+        run = functools.partial(func, **params)
+        return function_of(run, given[: count(**params)], wrt)
+
+    def run_tangent(*given: Array, wrt: tuple[int, ...], **params: object) -> PyTree:
+        run, chosen = opened(given, wrt, params)
+        return jax.jvp(run, chosen, list(given[-len(wrt) :]))[1]
+
+    def run_backward(*given: Array, wrt: tuple[int, ...], **params: object) -> PyTree:
+        run, chosen = opened(given, wrt, params)
+        outs, vjp = jax.vjp(run, *chosen)
+        return list(vjp(list(given[-len(outs) :])))
+
+    tangent = define(names, labels[0], types[0], run_tangent, batched)
+    backward = define(names, labels[1], types[1], gradients or run_backward, batched)
+
     def transpose(
-        cotangents: Sequence[PyTree],
-        *given: PyTree,
-        wrt: tuple[int, ...],
-        **params: object,
+        cotangents: PyTree, *given: PyTree, wrt: tuple[int, ...], **params: object
     ) -> list[PyTree]:
         known = given[: -len(wrt)]
         grads: Sequence[PyTree] = [None] * len(wrt)
@@ -86,23 +114,20 @@ def linearise(
             grads = backward.bind(*known, *full, wrt=wrt, **params)
         return [*[None] * len(known), *grads]
 
-    def differentiated(func: Run) -> Run:
-        def rule(
-            primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
-        ) -> tuple[PyTree, PyTree]:
-            free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
-            run = lambda *full: list(func(*full, **params))  # noqa: E731
-            call, chosen = function_of(run, primals, free)
-            return jax.jvp(call, chosen, [tangents[i] for i in free])
+    def differentiated(
+        run: Run, primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
+    ) -> tuple[PyTree, PyTree]:
+        free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
+        call, chosen = function_of(functools.partial(run, **params), primals, free)
+        return jax.jvp(call, chosen, [tangents[i] for i in free])
 
-        return rule
-
-    for primitive, run in zip((tangent, backward), runs, strict=True):
-        names.primitive_jvps[primitive] = differentiated(run)
+    for primitive, run in ((tangent, run_tangent), (backward, run_backward)):
+        names.primitive_jvps[primitive] = functools.partial(differentiated, run)
     names.primitive_transposes[tangent] = transpose
+    return tangent, backward
 
 
-def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+def mapped_alike(operands: Sequence[Array], dims: Dims) -> list[Array]:
     """Returns operands that are all mapped along their first axis, of which one is mapped."""
     pairs = list(zip(operands, dims, strict=True))
     size = next(x.shape[d] for x, d in pairs if d is not None)
@@ -113,10 +138,7 @@ def mapped_alike(operands: Sequence[Array], dims: Sequence[int | None]) -> list[
 
 
 def run_each(
-    primitive: Primitive,
-    operands: Sequence[Array],
-    dims: Sequence[int | None],
-    **params: object,
+    primitive: Primitive, operands: Sequence[Array], dims: Dims, **params: object
 ) -> PyTree:
     """Maps an operation by running it once for each element, along the first axis."""
     pairs = list(zip(operands, dims, strict=True))

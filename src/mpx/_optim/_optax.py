@@ -20,9 +20,13 @@ from mpx._jax._tree import (
     map_with_name,
     select_tree,
 )
-from mpx._optim._params import cast_params
-from mpx._updates._optax_checks import check_transformation
-from mpx._updates._update import apply_updates, stays_finite, together
+from mpx._optim._options import cast_params
+from mpx._updates._update import (
+    apply_updates,
+    check_transformation,
+    stays_finite,
+    together,
+)
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -46,10 +50,9 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that a step that is not finite changes nothing.
 
-    A step is skipped if the gradients, the updates or the new state hold an inf or nan.
-    The updates are then zero and the inner state stays as it is; counters in the state
-    tell how often that happened. Unlike `optax.apply_if_finite` it never lets a NaN
-    through.
+    If the gradients, the updates or the new state hold an inf or nan, the updates are zero
+    and the inner state stays as it is; counters in the state tell how often that happened.
+    Unlike `optax.apply_if_finite` it never lets a NaN through.
 
     Args:
         optimizer: Any optax transformation.
@@ -69,16 +72,11 @@ def skip_nonfinite(
     optimizer = optax.with_extra_args_support(optimizer)
 
     def init(params: PyTree) -> SkipNonfiniteState:
-        zero = jnp.zeros((), jnp.int32)
-        return SkipNonfiniteState(
-            optimizer.init(params), zero, zero + 0, jnp.array(True)
-        )
+        zero, inner = jnp.zeros((), jnp.int32), optimizer.init(params)
+        return SkipNonfiniteState(inner, zero, zero + 0, jnp.array(True))
 
     def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        **extra_args: object,
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, SkipNonfiniteState]:
         _check_state(state, SkipNonfiniteState, "skip_nonfinite")
         # Without parameters, or of another structure, the optimizer may refuse them.
@@ -106,7 +104,6 @@ def skip_nonfinite(
 
 
 def _check_state(state: PyTree, kind: type, wrapper: str) -> None:
-    """Raises if a state is not one that the wrapper made."""
     if not isinstance(state, kind):
         raise TypeError(
             f"`{wrapper}` expected the {kind.__name__} from its own `init(params)` or its "
@@ -143,14 +140,7 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, MasterWeightsState]:
         """Makes 16-bit parameters, and a state whose masters are the f32 weights.
 
-        For the arguments see `FlashOptimizer.init_from`.
-
-        Examples:
-            >>> import optax
-            >>> optimizer = master_weights(optax.adam(1e-3))
-            >>> params, state = optimizer.init_from({"w": jnp.full(2, 0.1)})
-            >>> params["w"].dtype, float(state.master["w"][0])
-            (dtype(bfloat16), 0.10000000149011612)
+        For the arguments see `FlashOptimizer.init_from`, for an example `master_weights`.
         """
         state: PyTree = self.init(params)
         return cast_params(params, dtype, keep), state
@@ -163,10 +153,9 @@ def master_weights(
     """Wraps an optimizer so that it updates high-precision copies of the parameters.
 
     Use it for parameters that are stored in 16 bits: an update below half an ulp would be
-    lost in them (bf16: 0.2 % of the weight), but adds up in the master copy. The copies
-    live in the optimizer state, so checkpoints and sharding cover them. Start with
-    `init_from`, which takes the f32 weights: `params, state = optimizer.init_from(model)`.
-    The returned updates take each parameter to its rounded master.
+    lost in them (bf16: 0.2 % of the weight), but adds up in the copy, which lives in the
+    optimizer state. Start with `init_from`, which takes the f32 weights. The updates take
+    each parameter to its rounded master.
 
     Args:
         optimizer: Any optax transformation.
@@ -199,10 +188,7 @@ def master_weights(
         return MasterWeightsState(optimizer.init(master), master)
 
     def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree | None = None,
-        **extra_args: object,
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, MasterWeightsState]:
         if params is None:
             raise ValueError(
@@ -210,11 +196,9 @@ def master_weights(
                 "`update(grads, state, params)`."
             )
         _check_state(state, MasterWeightsState, "master_weights")
+        wide_grads = jax.tree.map(widened, updates)
         inner_updates, inner = optimizer.update(
-            jax.tree.map(widened, updates),
-            state.inner_state,
-            state.master,
-            **extra_args,
+            wide_grads, state.inner_state, state.master, **extra_args
         )
         master = apply_updates(state.master, inner_updates)
 

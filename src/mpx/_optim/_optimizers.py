@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,76 +11,64 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from mpx import _kernels
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import check_choice
 from mpx._jax._compat import undifferentiable
-from mpx._jax._tree import as_flag, check_shape, dtype_of
+from mpx._jax._tree import as_flag, dtype_of
+from mpx._kernels import _dispatch as _kernels
 from mpx._optim._options import (
+    F32,
+    PARAM_DTYPES,
     Compression,
+    FlatParams,
     Hyper,
+    Mask,
     ParamGroup,
     as_groups,
     as_scalar,
+    cast_params,
     check_compression,
     check_groups_match,
-    check_hyper,
-    group_of,
-)
-from mpx._optim._packing import LeafStep, PackedLeaf, first_state
-from mpx._optim._params import (
-    F32,
-    PARAM_DTYPES,
-    FlatParams,
-    Mask,
-    cast_params,
     check_has_params,
+    check_hyper,
     decays,
     flatten_params,
+    group_of,
     is_trainable,
 )
+from mpx._optim._packing import LeafStep, PackedLeaf, first_state
 from mpx._optim._state import (
     FlashState,
+    Stepped,
     check_packed,
     check_state,
     leaves_of,
     make_state,
     put_masters,
     register_with_flax,
+    with_leaves,
 )
 from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
-from mpx._quant._rounding import dither_of
-from mpx._updates._optax_checks import transforms_after
+from mpx._quant._codecs import dither_of
+from mpx._updates._update import check_grad, transforms_after
 
 _DEFAULT = Compression()
-
-
-class Stepped(NamedTuple):
-    """Parameters, in their own dtypes, and their state, at the start or after a step."""
-
-    params: PyTree
-    state: FlashState
 
 
 class FlashOptimizer(optax.GradientTransformationExtraArgs):
     """A compressed optimizer: an optax transformation with a faster way to step.
 
-    `step` updates parameters and state in one pass over memory, in place if they are
-    donated. `update` is the optax interface. Its result must reach `optax.apply_updates`
-    unchanged, because the state holds the remainder of rounding the new parameters: in a
-    chain it must be the last member. What changes gradients goes before it, and the factor
-    of a schedule into `learning_rate`.
-
-    Start with `init_from`, which takes the f32 weights.
+    Start with `init_from`, which takes the f32 weights. `step` updates parameters and state
+    in one pass over memory, in place if they are donated.
 
     Attributes:
         init: Makes the state of parameters as they are: `init(params)`. For masters of
             16-bit parameters see `Compression.jitter`. Given `ShapeDtypeStruct`s, every
             leaf of the state is one, sharded like the parameters.
         update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
-            Its updates are f32, also for 16-bit parameters: apply them with
-            `optax.apply_updates` or `mpx.optimizer_update`, which keep the dtypes of
-            parameters, not with `eqx.apply_updates`.
+            Its f32 updates must reach `optax.apply_updates` or `mpx.optimizer_update`,
+            which keep the dtypes of parameters, unchanged: the state holds the remainder of
+            rounding the new parameters. In a chain it is the last member.
     """
 
     def init_from(
@@ -88,16 +76,13 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
     ) -> Stepped:
         """Makes 16-bit parameters and their state from f32 weights.
 
-        The masters hold the f32 weights, to the precision of their format. Weights that
-        were rounded to 16 bits before have lost it: small steps, as in a warm-up or in
-        fine-tuning, then start from wrong places.
+        The masters hold the f32 weights, to the precision of their format.
 
         Args:
-            params: The f32 weights, or a whole model: arrays, tracers or
-                `ShapeDtypeStruct`s. Running statistics stay f32: `eqx.nn.State`,
-                `batch_stats` of Flax Linen and NNX variables other than `nnx.Param`.
-                Parameters that have 16 bits already start as with `init`. Frozen ones are
-                rounded.
+            params: The f32 weights, or a whole model: arrays or `ShapeDtypeStruct`s.
+                Running statistics stay f32: `eqx.nn.State`, `batch_stats` of Flax Linen
+                and NNX variables other than `nnx.Param`. Parameters that have 16 bits
+                already start as with `init`. Frozen ones are rounded.
             dtype: The dtype of the parameters: bf16, f16, or f32 to leave them as they are.
             keep: Parameters that stay as they are: a selector as in `ParamGroup`.
 
@@ -109,7 +94,6 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
                 `keep` selects nothing.
 
         Examples:
-            >>> import jax.numpy as jnp
             >>> from mpx.optim import flash_adamw, master_params
             >>> params, state = flash_adamw(1e-3).init_from({"w": jnp.full((64, 64), 0.1)})
             >>> params["w"].dtype, float(params["w"][0, 0])
@@ -124,7 +108,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
             None if dtype_of(old) == dtype_of(new) else old
             for old, new in zip(flat.like(params, "`params`"), flat.leaves, strict=True)
         ]
-        return Stepped(*put_masters(flat, state, weights))
+        return put_masters(flat, state, weights)
 
     def step(
         self,
@@ -138,8 +122,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         """Takes one step.
 
         Args:
-            params: The parameters, or a whole model: leaves that are not floating come
-                back as they are.
+            params: The parameters, or a whole model, of which other leaves do not change.
             state: The state, from `init(params)` or the last step.
             grads: The gradients, `None` where a parameter must not change.
             finite: A boolean scalar. If it is false, nothing changes, not even the step
@@ -148,8 +131,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
                 times the factor of a gradient clip.
 
         Raises:
-            ValueError: If gradients or state do not fit the parameters; the leaf is
-                named.
+            ValueError: If gradients or state do not fit the parameters.
         """
         return core_of(self).step(params, state, grads, finite, grad_scale)
 
@@ -200,23 +182,26 @@ class Core:
         grad_scale: ArrayLike = 1.0,
         **_: object,
     ) -> tuple[PyTree, FlashState]:
-        """Returns f32 updates for `optax.apply_updates`; see `FlashOptimizer`."""
         if params is None:
             raise ValueError(
                 "A compressed optimizer needs the parameters: call "
                 "`update(grads, state, params)`."
             )
         flat = flatten_params(params)
-        _check_is_last(flat.leaves)
-        new, state = self.step(params, state, updates, finite, grad_scale)
-        deltas = [
-            None if grad is None else _difference(after, before)
-            for grad, after, before in zip(
-                flat.like(updates, "The gradients"),
-                flatten_params(new).leaves,
-                flat.leaves,
-                strict=True,
+        is_rounded = any(dtype_of(x) in PARAM_DTYPES[1:] for x in flat.leaves)
+        if is_rounded and (later := transforms_after()):
+            raise ValueError(
+                "A compressed optimizer must be the last of a chain, but after it come "
+                f"{', '.join(later)}. Its state holds the remainder of rounding the new "
+                "16-bit parameters; with other updates they would become different ones, "
+                "and may not move at all. Put what changes gradients before it, and the "
+                "factor of a learning rate or schedule into `learning_rate`."
             )
+        new, state = self.step(params, state, updates, finite, grad_scale)
+        grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
+        deltas = [
+            None if grad is None else _difference(*pair)
+            for grad, *pair in zip(grads, after, flat.leaves, strict=True)
         ]
         return flat.treedef.unflatten(deltas), state
 
@@ -228,18 +213,15 @@ class Core:
         finite: ArrayLike | None,
         grad_scale: ArrayLike,
     ) -> Stepped:
-        """Steps all parameters that have gradients; see `FlashOptimizer`."""
         flat = flatten_params(params)
         flag = None if finite is None else as_flag(finite, "finite")
         step = Step(self, flat, state, grad_scale)
         jobs: dict[int, _kernels.Job] = {}
         for index, grad in enumerate(flat.like(grads, "The gradients")):
-            if grad is None or dtype_of(grad) == jax.dtypes.float0:
-                continue
-            job = step.job(index)
-            if job is not None:
-                _check_grad(job, grad)
-                jobs[index] = job._replace(grad=grad)
+            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
+            if has_grad and (job := step.job(index)) is not None:
+                check_grad(job.name, job.leaf.param, grad)
+                jobs[index] = job._replace(grad=jnp.asarray(grad))
         if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
             raise ValueError(
                 "None of the parameters has a gradient, so the step would move nothing, "
@@ -260,7 +242,7 @@ class Step:
         check_state(state, core.rule, core.compression)
         self._core, self._flat, self._state = core, flat, state
         self._scale = as_scalar("grad_scale", grad_scale)
-        self._leaves, self._packings = leaves_of(flat, state)
+        self._leaves = leaves_of(flat, state)
         self._decays = decays(core.mask, flat)
         self._known: dict[tuple[int, bool], Array] = {}
 
@@ -272,10 +254,8 @@ class Step:
             hyper = {**self._core.hyper, **(group.hyper if group else {})}
             if not decays:
                 hyper["weight_decay"] = 0.0
-            values = {}
-            for name in rule.hyper:
-                x = hyper[name]
-                values[name] = as_scalar(name, x(count) if callable(x) else x)
+            given = ((name, hyper[name]) for name in rule.hyper)
+            values = {k: as_scalar(k, x(count) if callable(x) else x) for k, x in given}
             # As in the state: the largest int32 plus one would be negative.
             step = jnp.asarray(optax.safe_increment(count))
             numbers = rule.coefficients(values, step.astype(jnp.float32))
@@ -284,12 +264,12 @@ class Step:
 
     def job(self, index: int) -> _kernels.Job | None:
         """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        name, leaf = self._flat.names[index], self._leaves[index]
-        packing, param = self._packings[index], leaf.param
+        name, stored, packing = leaf = self._leaves[index]
+        param = stored.param
         group, compression = self._core.options(name, param)
         if compression is None:
             return None
-        group_size = check_packed(name, leaf, packing)
+        group_size = check_packed(leaf)
         if packing.correction is None and compression.correction_dtype(param):
             raise ValueError(
                 f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
@@ -301,19 +281,17 @@ class Step:
         dithers = self._state.format == "mpx" and compression.rounding == "dithered"
         body = LeafStep(self._core.rule, packing, group_size, dithers)
         scalars = self.scalars(group, self._decays[index])
-        return _kernels.Job(name, body, scalars, None, leaf)
+        return _kernels.Job(name, body, scalars, None, stored)
 
     def result(
         self, stepped: Mapping[int, PackedLeaf], finite: Array | None
     ) -> Stepped:
         """Returns parameters and state, given the leaves that have stepped, by index."""
-        old, flat = self._state, self._flat
-        leaves = [stepped.get(index, leaf) for index, leaf in enumerate(self._leaves)]
+        old = self._state
         count = jnp.asarray(optax.safe_increment(old.count))
         count = count if finite is None else jnp.where(finite, count, old.count)
-        packed = flat.bare.unflatten(leaf.packed for leaf in leaves)
-        params = flat.treedef.unflatten(leaf.param for leaf in leaves)
-        return Stepped(params, dataclasses.replace(old, count=count, packed=packed))
+        new = (stepped.get(i, leaf.stored) for i, leaf in enumerate(self._leaves))
+        return with_leaves(self._flat, dataclasses.replace(old, count=count), new)
 
 
 _constant = undifferentiable(
@@ -325,11 +303,7 @@ _constant = undifferentiable(
 
 
 def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
-    """Returns steps that raise if they are differentiated, unless all is in f32.
-
-    JAX treats the integers of codes and corrections as constants: derivatives would be
-    zero, or those of a part of the formulas.
-    """
+    """Returns steps that raise if they are differentiated, unless all is in f32."""
     coded = {
         index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
         for index, job in jobs.items()
@@ -337,17 +311,6 @@ def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
     }
     safe = _constant(coded)
     return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
-
-
-def _check_grad(job: _kernels.Job, grad: PyTree) -> None:
-    """Raises if a gradient does not fit its parameter."""
-    check_shape(f"The gradient of `{job.name}`", grad, job.leaf.param)
-    dtype = dtype_of(grad)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"The gradient of `{job.name}` is {dtype or type(grad).__name__}, but a "
-            "floating array was expected. Pass `None` for parameters that must not change."
-        )
 
 
 def _difference(new: PyTree, old: PyTree) -> Array:
@@ -361,25 +324,10 @@ def _difference(new: PyTree, old: PyTree) -> Array:
     return jnp.zeros_like(old)
 
 
-def _check_is_last(params: Sequence[PyTree]) -> None:
-    """Raises if a chain would change the updates of 16-bit parameters."""
-    if not any(dtype_of(param) in PARAM_DTYPES[1:] for param in params):
-        return
-    if later := transforms_after():
-        raise ValueError(
-            "A compressed optimizer must be the last of a chain, but after it come "
-            f"{', '.join(later)}. Its state holds the remainder of rounding the new "
-            "16-bit parameters; with other updates they would become different ones, and "
-            "may not move at all. Put what changes gradients before it, and the factor of "
-            "a learning rate or schedule into `learning_rate`."
-        )
-
-
 # --- by name --------------------------------------------------------------------------
 
 
 def core_of(optimizer: FlashOptimizer) -> Core:
-    """Returns the engine of an optimizer."""
     init: Any = optimizer.init  # a method of the core, which optax's tuple cannot hold
     return init.__self__
 
@@ -393,16 +341,14 @@ def _build(
     backend: _kernels.Backend,
     **hyper: Hyper,
 ) -> FlashOptimizer:
-    """Makes an optimizer from a rule and a user's options, which it checks."""
     check_compression("`compression`", compression)
     check_choice(backend, "backend", _kernels.BACKENDS)
     groups = as_groups(groups, rule, compression)
     for values in (hyper, *(group.hyper for group in groups)):
         check_hyper(values)
     core = Core(rule, hyper, mask, groups, compression, backend)
-    init: Any = core.init  # optax's types do not allow for other states
-    update: Any = core.update
-    return FlashOptimizer(init, update)
+    methods: Any = core.init, core.update  # optax's types allow for no other states
+    return FlashOptimizer(*methods)
 
 
 def flash_adamw(
@@ -438,7 +384,6 @@ def flash_adamw(
         An optimizer with `init_from`, `init`, `step` and the `update` of optax.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_adamw(0.5)
         >>> params, state = optimizer.init_from({"w": jnp.ones((64, 64))})
         >>> grads = {"w": jnp.ones((64, 64), jnp.bfloat16)}
@@ -467,7 +412,6 @@ def flash_adam(
     (L2 regularisation). For the arguments see `flash_adamw`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_adam(1e-3)
         >>> state = optimizer.init({"w": jnp.ones((64, 64))})
         >>> state.mu["w"].codes.dtype
@@ -493,7 +437,6 @@ def flash_lion(
     decay. For the other arguments see `flash_adamw`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_lion(1e-3)
         >>> optimizer.init({"w": jnp.ones((64, 64))}).nu is None
         True
@@ -529,7 +472,6 @@ def flash_sgd(
         backend: Where steps run.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_sgd(0.5)
         >>> params = {"w": jnp.ones(2)}
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.ones(2)}).params
@@ -556,7 +498,6 @@ def flash_sgdw(
     the arguments see `flash_sgd`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> optimizer = flash_sgdw(0.5, weight_decay=1.0)
         >>> params = {"w": jnp.ones(2)}
         >>> optimizer.step(params, optimizer.init(params), {"w": jnp.zeros(2)}).params

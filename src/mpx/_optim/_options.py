@@ -1,18 +1,21 @@
-"""Options of the compressed optimizers: storage, parameter groups, hyperparameters, clipping."""
+"""What users give to a compressed optimizer: parameters, storage, groups, hyperparameters."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
 
+from mpx._casting._cast import cast_state_leaf, map_floating
+from mpx._casting._keep import is_state
 from mpx._casting._select import (
+    Matcher,
     Selector,
     Selectors,
     matches,
@@ -21,13 +24,159 @@ from mpx._casting._select import (
 )
 from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
 from mpx._jax._compat import is_tracer
-from mpx._jax._tree import dtype_of, shape_of
-from mpx._optim._params import FlatParams
+from mpx._jax._formats import parse_float_dtype
+from mpx._jax._nnx import without_variables
+from mpx._jax._tree import (
+    LeafName,
+    cast_leaf,
+    dtype_of,
+    flatten_with_names,
+    is_none,
+    named_leaves,
+    path_name,
+    shape_of,
+)
 from mpx._optim._update_rules import Rule
 
 StateFormat = Literal["mpx", "flashoptim"]
 Hyper = float | Array | Callable[[Array], ArrayLike]
 """A number, an array, or a schedule: a function of the step count."""
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+"""Which parameters decay: a tree of booleans, or a function of the parameters."""
+TreeDef = Any  # `jax.tree_util.PyTreeDef`, which type checkers take for a variable
+F32 = np.dtype(jnp.float32)
+PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+
+
+class FlatParams(NamedTuple):
+    """A tree of parameters, flattened; `None` counts as a leaf.
+
+    `bare`, the structure of the state, has no NNX variables: NNX would separate codes and
+    scales.
+    """
+
+    names: Sequence[str]
+    leaves: list[PyTree]
+    treedef: TreeDef
+    bare: TreeDef
+
+    def like(self, tree: PyTree, what: str) -> list[PyTree]:
+        """Returns what another tree holds in the place of each parameter."""
+        if tree is None:
+            return [None] * len(self.leaves)
+        tree = without_variables(tree)
+        try:
+            return self.bare.flatten_up_to(tree)
+        except ValueError as error:
+            # The state of a parameter is a `Packed`.
+            flat, _ = jax.tree_util.tree_flatten_with_path(
+                tree, is_leaf=lambda x: x is None or hasattr(x, "codes")
+            )
+            theirs = [path_name(path) for path, _ in flat]
+            missing = [name for name in self.names if name not in theirs][:3]
+            extra = [name for name in theirs if name not in self.names][:3]
+            difference = f"{missing} are missing and {extra} are not expected"
+            if not missing and not extra:
+                difference = "some of its nodes are of another type or size"
+            raise ValueError(
+                f"{what} must have the structure of the parameters, but {difference}."
+            ) from error
+
+
+def flatten_params(params: PyTree) -> FlatParams:
+    treedef = jax.tree.structure(params, is_leaf=is_none)
+    named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
+    names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
+    return FlatParams(names, leaves, treedef, bare)
+
+
+def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
+    """Casts the parameters of a model, except what `keep` selects and running statistics."""
+    kept = Matcher(parse_selectors(keep, "keep"), "keep")
+    target = parse_float_dtype(dtype)
+
+    def cast(name: LeafName, leaf: PyTree) -> PyTree:
+        if kept.find(name, leaf) is not None:
+            return leaf
+        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, target)
+
+    low = map_floating(cast, params)
+    kept.check()
+    return low
+
+
+def is_trainable(name: str, param: PyTree) -> bool:
+    """Returns whether a leaf is a parameter."""
+    dtype = dtype_of(param)
+    if dtype in PARAM_DTYPES:
+        return True
+    if _is_inexact(param):
+        raise TypeError(
+            f"`{name}` is {dtype}, but compressed optimizers hold weights in f32, bf16 or "
+            "f16. Cast it, or freeze it with `ParamGroup(path, frozen=True)`."
+        )
+    return False
+
+
+def check_has_params(flat: FlatParams) -> None:
+    """Raises if a tree has leaves, but none that could train."""
+    leaves = [x for x in flat.leaves if x is not None]
+    if leaves and not any(map(_is_inexact, leaves)):
+        pairs = zip(flat.names, flat.leaves, strict=True)
+        came = [f"{name}: {dtype_of(x) or type(x).__name__}" for name, x in pairs]
+        raise ValueError(
+            "A compressed optimizer expected parameters, which are floating arrays, but "
+            f"the tree has none: it holds {came[:8]}{' …' if len(came) > 8 else ''}. Was "
+            "the wrong part of the model passed?"
+        )
+
+
+def _is_inexact(leaf: object) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def decays(mask: Mask, flat: FlatParams) -> list[bool]:
+    """Returns for each parameter whether it decays; all do if `mask` is `None`.
+
+    A boolean may stand for a part of the tree, and `None` for one that does not decay.
+    """
+    if mask is None:
+        return [True] * len(flat.leaves)
+    params = flat.treedef.unflatten(flat.leaves)
+    leaves = jax.tree.leaves(mask)
+    # A module of booleans may be callable.
+    if callable(mask) and not (leaves and all(map(_is_flag, leaves))):
+        mask = mask(params)
+    wrong = [
+        f"`{name}`: {dtype_of(leaf) or type(leaf).__name__}"
+        for name, leaf in named_leaves(mask)
+        if not _is_flag(leaf)
+    ]
+    if wrong or mask is None:
+        raise TypeError(
+            "`mask` must be a tree of True and False, or a function of the parameters "
+            f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use shapes, "
+            "dtypes or paths, which are known when the step is traced."
+        )
+    full: list[bool] = []
+
+    def fill(keep: PyTree, part: PyTree) -> None:
+        full.extend([bool(keep)] * len(jax.tree.leaves(part, is_leaf=is_none)))
+
+    try:
+        jax.tree.map(fill, mask, params, is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(
+            "`mask` must have the structure of the parameters or be the beginning of it, "
+            "but some of its nodes are of another type or size."
+        ) from error
+    return full
+
+
+def _is_flag(leaf: object) -> bool:
+    is_bool = isinstance(leaf, bool) or dtype_of(leaf) == np.dtype(bool)
+    return is_bool and shape_of(leaf) == () and not is_tracer(leaf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,23 +190,20 @@ class Compression:
     Attributes:
         quantize: Whether moments are stored in 8 bits; else in f32.
         master_bits: Bits of the master weights of 16-bit parameters: 24, 32, or `None` for
-            no master weights. f32 parameters need none. 24 bits follow f32 to a few units
-            of 2⁻¹⁵ of a weight.
+            none. 24 bits follow f32 to a few units of 2⁻¹⁵ of a weight.
         group_size: How many elements of the last axis share a scale. A power of two.
         min_size: Parameters with fewer elements keep f32 moments and 32-bit master
             weights: compressing them would save little. Parameters whose last axis is not
             a multiple of `group_size` keep f32 moments too.
-        rounding: How moments and weights are rounded. `"dithered"` rounds up or down with
-            a threshold that changes from step to step, so that small updates add up.
-            `"nearest"` loses updates below half a code, and so does
-            `format="flashoptim"`.
+        rounding: `"dithered"` rounds moments and weights up or down with a threshold that
+            changes from step to step, so that small updates add up. `"nearest"` loses
+            updates below half a code, and so does `format="flashoptim"`.
         format: `"mpx"` has scales with the range of f32; `"flashoptim"` stores the f16
             scales and corrections of FlashOptim, to exchange checkpoints with it.
         jitter: Whether `init` puts each master weight of a 16-bit parameter at a
-            pseudo-random place among the weights that round to it, which depends on the
-            path of the parameter and the index of the element. In the middle, small
-            steps would change no parameter for a long time. To start from f32 weights,
-            use `init_from`.
+            pseudo-random place, which depends on its path and index, among the weights
+            that round to it. In the middle, small steps would change no parameter for a
+            long time. To start from f32 weights, use `init_from`.
 
     Examples:
         >>> Compression(master_bits=None, rounding="nearest").quantize
@@ -152,7 +298,6 @@ def _selects(selector: Selector, name: str, leaf: object) -> bool:
 def group_of(
     groups: Sequence[ParamGroup], name: str, leaf: object
 ) -> ParamGroup | None:
-    """Returns the first group that a parameter belongs to."""
     return next((group for group in groups if group.matches(name, leaf)), None)
 
 
@@ -166,11 +311,10 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
                 raise selects_nothing(selector, "where", flat.names)
         if id(group) not in in_force:
             name = next(name for name, leaf in pairs if group.matches(name, leaf))
-            frozen = " with `frozen=True`" if group.frozen else ""
             raise ValueError(
-                f"The group {group.where!r}{frozen} holds for no parameter: `{name}` and "
-                "all others belong to earlier groups, and the first group that matches "
-                "holds. Put it before."
+                f"The group {group.where!r} holds for no parameter: `{name}` and all others "
+                "belong to earlier groups, and the first group that matches holds. Put it "
+                "before."
             )
 
 
@@ -214,12 +358,10 @@ def check_compression(what: str, compression: object) -> None:
 # --- hyperparameters ------------------------------------------------------------------
 
 _Range = tuple[Callable[[float], bool], str]
-_BELOW_ONE: _Range = (lambda x: 0 <= x < 1), "lie in [0, 1)"
-_ANY_RATE: _Range = (lambda x: 0 <= x < np.inf), "lie in [0, ∞)"
+_RATE: _Range = (lambda x: 0 <= x < np.inf), "lie in [0, ∞)"
+_DECAY: _Range = (lambda x: 0 <= x < 1), "lie in [0, 1)"
 _RANGES: dict[str, _Range] = {
-    "b1": _BELOW_ONE,
-    "b2": _BELOW_ONE,
-    "momentum": _BELOW_ONE,
+    **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
     "dampening": ((lambda x: 0 <= x <= 1), "lie in [0, 1]"),
     "eps": ((lambda x: 0 < x < np.inf), "lie in (0, ∞)"),
     "grad_scale": (np.isfinite, "be finite"),
@@ -228,10 +370,7 @@ _RANGES: dict[str, _Range] = {
 
 
 def check_hyper(values: Mapping[str, PyTree]) -> None:
-    """Raises for hyperparameters that are out of range or too coarse.
-
-    Schedules are not known yet.
-    """
+    """Raises for hyperparameters, except schedules, that are out of range or too coarse."""
     for name, value in values.items():
         if callable(value):
             continue
@@ -247,7 +386,6 @@ def check_hyper(values: Mapping[str, PyTree]) -> None:
 
 
 def as_scalar(name: str, value: PyTree) -> Array:
-    """Returns a number as f32; raises if it is not one."""
     _check_number(name, value)
     # An array may still be being computed.
     if name == "grad_scale" and not isinstance(value, jax.Array):
@@ -258,11 +396,9 @@ def as_scalar(name: str, value: PyTree) -> Array:
 def _check_number(name: str, value: PyTree) -> None:
     """Raises if a value is not one number; starts no JAX backend."""
     dtype = getattr(value, "dtype", None)
-    is_real = isinstance(value, int | float) or (
-        dtype is not None
-        and any(jnp.issubdtype(dtype, t) for t in (jnp.floating, jnp.integer, np.bool_))
-    )
-    if not is_real or shape_of(value) != ():
+    kinds = (jnp.floating, jnp.integer, np.bool_)
+    is_real = dtype is not None and any(jnp.issubdtype(dtype, t) for t in kinds)
+    if not (is_real or isinstance(value, int | float)) or shape_of(value) != ():
         came = str(dtype or type(value).__name__)
         came += f" of shape {shape_of(value)}" if shape_of(value) else ""
         raise TypeError(
@@ -272,17 +408,11 @@ def _check_number(name: str, value: PyTree) -> None:
 
 def _check_range(name: str, value: PyTree) -> None:
     """Raises if a known number is out of its range in f32, in which it is used."""
-    fits, range_ = _RANGES.get(name, _ANY_RATE)
-    if is_tracer(value):
-        return
+    fits, range_ = _RANGES.get(name, _RATE)
     with np.errstate(over="ignore"):
-        used = float(np.float32(value))
-    if not fits(used):
-        note = f", which is {used} in f32" if fits(float(value)) else ""
-        raise ValueError(f"`{name}` must {range_}, but {value!r} was given{note}.")
-
-
-# --- clipping -------------------------------------------------------------------------
+        if not is_tracer(value) and not fits(used := float(np.float32(value))):
+            note = f", which is {used} in f32" if fits(float(value)) else ""
+            raise ValueError(f"`{name}` must {range_}, but {value!r} was given{note}.")
 
 
 class Clip(NamedTuple):
@@ -305,12 +435,12 @@ def clip_scale(
     """Returns the factor that clips gradients to a global norm.
 
     The gradients are read once and not copied: pass the result to the `step` of a
-    compressed optimizer, which applies it. The rule is that of
-    `optax.clip_by_global_norm`; squares are summed in f32.
+    compressed optimizer. The rule is that of `optax.clip_by_global_norm`; squares are
+    summed in f32.
 
     Args:
-        grads: The gradients, possibly still scaled, in any floating or complex dtype.
-            Other leaves, such as `None` and integers, are ignored.
+        grads: The gradients, possibly still scaled. Leaves that are neither floating nor
+            complex are ignored.
         max_norm: The largest norm allowed, a positive scalar; inf only computes the norm.
         grad_scale: The factor that unscales the gradients: one over the loss scale.
 
@@ -325,10 +455,8 @@ def clip_scale(
     for grad in jax.tree.leaves(grads):
         dtype = dtype_of(grad)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            grad = jnp.asarray(grad)
-            parts = (grad.real, grad.imag) if jnp.iscomplexobj(grad) else (grad,)
-            for part in parts:
-                total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
+            part = jnp.abs(grad) if jnp.iscomplexobj(grad) else jnp.asarray(grad)
+            total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
     norm = jnp.sqrt(total)
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
     factor = jnp.where(norm > limit, limit / norm, one)

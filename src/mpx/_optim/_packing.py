@@ -13,13 +13,13 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
+from mpx._jax._sharding import sharded_as, whole_groups, zeros_alike
 from mpx._jax._tree import dtype_of, shape_of
-from mpx._optim._options import Compression, StateFormat
-from mpx._optim._params import F32, PARAM_DTYPES
+from mpx._optim._options import F32, PARAM_DTYPES, Compression, StateFormat
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant._codecs import (
     BitDelta,
+    Block,
     Full,
     MasterCodec,
     MomentCodec,
@@ -28,9 +28,12 @@ from mpx._quant._codecs import (
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
+    bits,
+    from_bits,
+    is_finite,
     place,
+    random_bits,
 )
-from mpx._quant._rounding import Block, bits, from_bits, is_finite, random_bits
 
 INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
@@ -84,7 +87,6 @@ class Unpacked(NamedTuple):
 
 
 def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
-    """Returns the codec of a moment."""
     if not quantized:
         return Full()
     codec = SoftsignInt8 if name == "mu" else SqrtUint8
@@ -114,11 +116,9 @@ class Packing:
 
     @property
     def codecs(self) -> list[MomentCodec]:
-        """The codec of each moment."""
         return [moment_codec(x, self.quantized, self.format) for x in self.moments]
 
     def master(self, dtype: DTypeLike) -> MasterCodec:
-        """Returns the codec of the weights of parameters of `dtype`."""
         if self.correction is None:
             return RoundedMaster()
         is_bf16 = np.dtype(dtype) == np.dtype(jnp.bfloat16)
@@ -126,83 +126,62 @@ class Packing:
         return codec(self.correction)
 
     @property
-    def elements(self) -> tuple[np.dtype, ...]:
-        """The dtypes of the numbers per element: of each moment, then the correction."""
+    def dtypes(self) -> tuple[tuple[np.dtype, ...], tuple[np.dtype, ...]]:
+        """Those of the numbers per element, moments then correction, and per group."""
         codes = tuple(codec.code_dtype for codec in self.codecs)
-        return codes if self.correction is None else (*codes, self.correction)
-
-    @property
-    def scales(self) -> tuple[np.dtype, ...]:
-        """The dtypes of the numbers per group."""
-        return tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
+        scales = tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
+        return codes if self.correction is None else (*codes, self.correction), scales
 
     def zeros(self, param: PyTree, group_size: int) -> Packed:
         """Returns a state of zeros, sharded like the parameter."""
-        if all(dtype == F32 for dtype in self.elements):
+        elements, scales = self.dtypes
+        if all(dtype == F32 for dtype in elements):
             # Arrays of their own: plain JAX would need a second pass to write planes.
-            return Packed(tuple(zeros_alike(param, F32) for _ in self.elements), None)
-        planes = [
-            zeros_alike(param, word_of(dtypes), group=group, planes=count_words(dtypes))
-            for dtypes, group in ((self.elements, None), (self.scales, group_size))
-            if dtypes
-        ]
-        return Packed(planes[0], planes[1] if self.scales else None)
+            return Packed(tuple(zeros_alike(param, F32) for _ in elements), None)
+
+        def planes(dtypes: tuple[np.dtype, ...], group: int | None) -> PyTree:
+            word, count = words_of(dtypes)
+            return zeros_alike(param, word, group=group, planes=count)
+
+        codes = planes(elements, None)
+        return Packed(codes, planes(scales, group_size) if scales else None)
 
     def unpack(self, words: Packed) -> Unpacked:
         """Returns moments and correction, given a tuple with the words of each plane."""
-        codes, scales = words.codes, words.scales or ()
-        return self._named(join(codes, self.elements), join(scales, self.scales))
-
-    def _named(self, numbers: Sequence[PyTree], scales: Sequence[PyTree]) -> Unpacked:
-        moments = tuple(numbers[: len(self.moments)])
-        if scales:
-            moments = tuple(map(Quantized, moments, scales))
+        elements, scales = self.dtypes
+        numbers = join(words.codes, elements)
+        moments = numbers[: len(self.moments)]
+        if words.scales:
+            moments = tuple(map(Quantized, moments, join(words.scales, scales)))
         return Unpacked(moments, None if self.correction is None else numbers[-1])
 
     def view(self, packed: Packed) -> Unpacked:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed)):
+            return jax.eval_shape(self.view, packed)
         codes, scales = _planes(packed.codes), _planes(packed.scales)
         given = [len(codes), len(scales)]
-        expected = [count_words(dtypes) for dtypes in (self.elements, self.scales)]
+        expected = [words_of(dtypes)[1] for dtypes in self.dtypes]
         if given != expected:
             raise ValueError(
                 f"Expected {expected} planes of codes and of scales along the first axis, "
                 f"but there are {given}. In a function that `jax.vmap` maps over states, "
                 "read them inside."
             )
-        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in (*codes, *scales)):
-            return self.unpack(Packed(codes, scales))
-
-        def struct(like: jax.ShapeDtypeStruct, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(like.shape, dtype, sharding=like.sharding)
-
-        return self._named(
-            [struct(codes[0], dtype) for dtype in self.elements],
-            [struct(scales[0], dtype) for dtype in self.scales],
-        )
+        return self.unpack(Packed(codes, scales))
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
     """Returns the planes of an array; a tuple consists of them already."""
     if x is None or isinstance(x, tuple):
         return x or ()
-    if isinstance(x, jax.ShapeDtypeStruct):
-        sharding = unstacked(x.sharding)
-        plane = jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-        return (plane,) * x.shape[0]
     x = jnp.asarray(x)
     return tuple(lax.index_in_dim(x, i, keepdims=False) for i in range(len(x)))
 
 
-# --- the step -------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafStep:
-    """The step of a leaf: unpack, decode, update in f32, encode, pack.
-
-    `group_size` elements share a scale; it is 0 if no moment is quantised.
-    """
+    """The step of a leaf: unpack, decode, update in f32, encode, pack."""
 
     rule: Rule
     packing: Packing
@@ -212,11 +191,7 @@ class LeafStep:
     def __call__(
         self, scalars: Scalars, grad: Array, leaf: PackedLeaf, block: Block
     ) -> PackedLeaf:
-        """Steps a block, in which each array is a tuple of planes.
-
-        `scalars` are the factor of the gradient, the two numbers of a `Dither`, and the
-        coefficients of the rule.
-        """
+        """Steps a block, in which each array is a tuple of planes."""
         grad_scale, for_moments, for_masters, *coefficients = scalars
         if not self.dithers:
             for_moments = for_masters = None
@@ -234,7 +209,7 @@ class LeafStep:
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
         param, correction = master.encode(weight, dtype, block, for_masters)
         stored = tuple(
-            codec.encode(moment, block, for_moments, is_safe=True)
+            codec.encode(moment, block, for_moments)
             for codec, moment in zip(codecs, moments, strict=True)
         )
         return PackedLeaf(param, Unpacked(stored, correction).words)
@@ -244,9 +219,8 @@ class LeafStep:
     ) -> tuple[Array, Moments]:
         """Returns weights and moments after a step, the old ones where it would overflow.
 
-        The square of a gradient of 1e20 is infinite. Such a second moment would stay, and
-        its weight would never move again. To skip the whole step, a kernel would have to
-        read all gradients twice.
+        An infinite second moment would stay, and its weight would never move again. To skip
+        the whole step, a kernel would have to read all gradients twice.
         """
         _, _, weight, _ = given
         new = self.rule.average(given, moments)
@@ -260,9 +234,6 @@ class LeafStep:
         for fit in (*fits, jnp.abs(moved) <= largest):
             moved = jnp.where(fit, moved, weight)
         return moved, new
-
-
-# --- moments --------------------------------------------------------------------------
 
 
 def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
@@ -279,25 +250,21 @@ def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
 def encode_moment(
     name: str, moment: Array, format: StateFormat, group_size: int
 ) -> Quantized:
-    """Quantises a moment, to nearest, in groups that divide its last axis."""
-    shape = moment.shape
+    """Quantises a moment, to nearest, in groups that divide its last axis.
+
+    Zero is stored for inf and nan, which would spread to their group.
+    """
+    shape, moment = moment.shape, jnp.where(is_finite(moment), moment, 0.0)
     grouped = whole_groups(moment, group_size).reshape(*shape[:-1], -1, group_size)
     codec = moment_codec(name, quantized=True, format=format)
     new = codec.encode(grouped, Block())
     return Quantized(new[0].reshape(shape), new[1])
 
 
-# --- master weights -------------------------------------------------------------------
-
-
 def first_state(
     name: str, param: PyTree, moments: tuple[str, ...], compression: Compression
 ) -> Packed:
-    """Returns the state of a parameter before the first step.
-
-    With `Compression.jitter`, each master weight lies at a pseudo-random place in its
-    rounding interval, which depends on the path of the parameter.
-    """
+    """Returns the state of a parameter before the first step."""
     correction = compression.correction_dtype(param)
     quantized = compression.quantizes(param)
     packing = Packing(moments, compression.format, quantized, correction)
@@ -348,21 +315,16 @@ def _put(
 # axes are sharded like those of a parameter.
 
 
-def word_of(dtypes: Sequence[np.dtype]) -> np.dtype:
-    """Returns the dtype of the words: the common dtype, or unsigned of the least width."""
-    if len(set(dtypes)) == 1:
-        return dtypes[0]
-    return _UNSIGNED[min((dtype.itemsize for dtype in dtypes), default=1)]
-
-
-def count_words(dtypes: Sequence[np.dtype]) -> int:
-    """Returns how many words numbers of these dtypes take together."""
-    return sum(dtype.itemsize for dtype in dtypes) // word_of(dtypes).itemsize
+def words_of(dtypes: Sequence[np.dtype]) -> tuple[np.dtype, int]:
+    """Returns the dtype of the words, common or unsigned of the least width; their number."""
+    sizes = [dtype.itemsize for dtype in dtypes]
+    word = dtypes[0] if len(set(dtypes)) == 1 else _UNSIGNED[min(sizes, default=1)]
+    return word, sum(sizes) // word.itemsize
 
 
 def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
     """Returns the words of arrays, one after the other, high words first."""
-    word = word_of([np.dtype(x.dtype) for x in arrays])
+    word, _ = words_of([np.dtype(x.dtype) for x in arrays])
     width, words = 8 * word.itemsize, []
     for x in arrays:
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -378,7 +340,7 @@ def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
 
 def join(words: Sequence[Array], dtypes: Sequence[np.dtype]) -> tuple[Array, ...]:
     """Returns the arrays of these dtypes whose words `split` gave."""
-    rest, size = iter(words), word_of(dtypes).itemsize
+    rest, size = iter(words), words_of(dtypes)[0].itemsize
     return tuple(
         _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
         for dtype in dtypes

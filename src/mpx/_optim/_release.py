@@ -18,7 +18,6 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from mpx import _kernels
 from mpx._casting._context import gradient_function, has_scales
 from mpx._gradients._call import loss_and_aux
 from mpx._jax._compat import (
@@ -30,16 +29,16 @@ from mpx._jax._compat import (
     varying_axes,
 )
 from mpx._jax._tree import as_flag
+from mpx._kernels import _dispatch as _kernels
 from mpx._optim._optimizers import FlashOptimizer, Step, core_of
-from mpx._optim._params import flatten_params
+from mpx._optim._options import flatten_params
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
 from mpx._program._queries import REMAT, Equation, Verdict, every_use, holds
 from mpx._updates._update import together
 
-Ref = Any
-"""A reference of `jax.new_ref`."""
+Ref = Any  # of `jax.new_ref`
 
 
 class Released(NamedTuple):
@@ -73,33 +72,29 @@ def release(
 ) -> Callable[..., Released]:
     """Differentiates a function and steps, without ever holding all gradients.
 
-    Parameters step inside the backward pass. For parameters that a `jax.lax.scan` consumes
-    layer by layer, the gradient of one layer exists at a time. The function need not be
-    changed, and the result is that of `jax.value_and_grad` and `optimizer.step`. Parameters
-    that are sharded over explicit axes of a mesh step all at once, after the scan.
+    Parameters step inside the backward pass, those that a `jax.lax.scan` consumes layer by
+    layer (if sharded over explicit axes of a mesh, after the scan). The result is that of
+    `jax.value_and_grad` and `optimizer.step`.
 
     Args:
         func: The loss: `func(params, *args, **kwargs)`, a scalar.
         optimizer: A compressed optimizer, such as `mpx.optim.flash_adamw`.
         has_aux: Whether `func` returns a pair of the loss and anything else.
         skip_nonfinite: Whether to skip each parameter or layer, with its state, whose
-            gradient is not finite, and the whole step if the loss is not. Layers with
-            finite gradients step all the same: by the time another gradient turns out
-            not to be finite, they have stepped. The step counts if anything stepped.
-            Without it, an inf or nan reaches the weights.
+            gradient is not finite, and the whole step if the loss is not. Others have
+            stepped by the time it is known. The step counts if anything stepped. Without
+            it, an inf or nan reaches the weights.
         with_norm: Whether to compute the norm of the gradients. It is known only after
             the step, so it can clip the next one.
 
     Returns:
         A function `step(params, state, *args, finite=None, grad_scale=1.0, **kwargs)`,
-        which returns a `Released`. If `finite` is false, nothing changes. The gradients
-        are multiplied by `grad_scale`. Put it under `jax.jit` with
-        `donate_argnums=(0, 1)`.
+        which returns a `Released`; for `finite` and `grad_scale` see
+        `FlashOptimizer.step`. Put it under `jax.jit` with `donate_argnums=(0, 1)`.
 
     Raises:
-        TypeError: If `optimizer` is not a compressed one: others need the whole gradient.
-            If `func` is under `fp8` with `DelayedScaling`. From the step: if `func` does
-            not return a loss.
+        TypeError: If `optimizer` is not a compressed one, `func` does not return a loss, or
+            it is under `fp8` with `DelayedScaling`.
 
     Examples:
         >>> from mpx.optim import flash_adamw
@@ -197,7 +192,6 @@ class _Watched(NamedTuple):
     squares: Ref | None = None
 
     def see_loss(self, value: Array) -> None:
-        """Records the loss, before any gradient is known."""
         if self.flags:
             loss, every, _ = self.flags
             loss[...] = every[...] = together(jnp.isfinite(value), loss[...])
@@ -220,7 +214,6 @@ class _Watched(NamedTuple):
         return finite
 
     def results(self) -> tuple[Array | None, Array | None, Array | None]:
-        """Returns whether all were finite, their norm, and whether the step counts."""
         norm = None if self.squares is None else jnp.sqrt(jax.freeze(self.squares))
         if not self.flags:
             return None, norm, None
@@ -245,9 +238,9 @@ class _ParamRefs:
         finite: Array | None,
         watched: _Watched,
     ) -> None:
-        self._job = job._replace(leaf=None)
+        self._job, self._stepped = job._replace(leaf=None), False
         self._backend: _kernels.Backend = backend
-        self._finite, self._watched, self._stepped = finite, watched, False
+        self._finite, self._watched = finite, watched
         self.is_explicit = has_explicit_axes(jax.typeof(job.leaf.param).sharding.mesh)
         self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
 
@@ -284,7 +277,6 @@ class _ParamRefs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tapped(site: _ParamRefs, x: Array, origin: Array, operands: PyTree) -> Array:
-    """Returns `x`, a parameter or a layer of it."""
     del site, origin, operands
     return x
 
@@ -297,21 +289,14 @@ def _backward(site: _ParamRefs, operands: PyTree, grad: Array) -> PyTree:
 _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 
 
-# --- parameters that are read late ------------------------------------------------------
-
-
 class _Tap(eqx.Module):
-    """A parameter, or one layer of it, that has not been read yet, and casts of it.
-
-    `get` takes the index of the layer, or `None`; it is called once for each.
-    """
+    """A parameter, or one layer of it, that has not been read yet, and casts of it."""
 
     get: Callable[[Array | None], Array] = eqx.field(static=True)
     layer: Array | None = None
     casts: tuple[DTypeLike, ...] = eqx.field(static=True, default=())
 
     def read(self) -> Array:
-        """Returns its value."""
         x = self.get(self.layer)
         return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
 
@@ -333,10 +318,7 @@ class _Taps(Visitor):
         return self.run(jaxpr, consts, args, [None] * len(args), ())[0]
 
     def can_wait(self, jaxpr: Jaxpr, var: Any) -> bool:
-        """Returns whether a parameter is used once, by an equation that can read it itself.
-
-        The gradient of others is a sum over all uses, known after the last of them.
-        """
+        """Returns whether a parameter is used once, by an equation that can read it itself."""
 
         def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
             name = eqn.primitive.name
@@ -354,7 +336,6 @@ class _Taps(Visitor):
         return every_use(jaxpr, var, judge, once=True)
 
     def equation(self, op: Op) -> Outcome:
-        """Runs one equation."""
         eqn, values = op.eqn, op.values
         unknown = [None] * len(eqn.outvars)
         if not any(isinstance(x, _Tap) for x in values):

@@ -3,8 +3,8 @@
 import dataclasses
 import sys
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,11 +15,17 @@ from jaxtyping import Int, PyTree
 
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import check_shape, dtype_of, shape_of
-from mpx._optim._options import Compression, StateFormat
-from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, Unpacked, put_master
-from mpx._optim._params import F32, PARAM_DTYPES, FlatParams, flatten_params
+from mpx._optim._options import (
+    F32,
+    PARAM_DTYPES,
+    Compression,
+    FlatParams,
+    StateFormat,
+    flatten_params,
+)
+from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, put_master
 from mpx._optim._update_rules import Rule
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
@@ -32,12 +38,10 @@ class FlashState(eqx.Module):
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
         packed: For each parameter a `Packed`, or `None` if it is frozen: at most two
-            arrays, since every array costs time whenever a step is dispatched. `codes`
-            holds the codes of the moments and the bytes of the correction as planes,
-            `(planes, *shape)` of uint8, `scales` the 16-bit words of their scales,
-            `(planes, *shape[:-1], groups)` of uint16: both can be sharded like the
-            parameter. Moments that are not quantised are f32 arrays in `codes`, or words
-            of the width of the correction beside it.
+            arrays, sharded like the parameter, since every array costs time whenever a
+            step is dispatched. `codes` holds the codes of the moments and the bytes of
+            the correction as planes, `(planes, *shape)` of uint8, `scales` the 16-bit
+            words of their scales, `(planes, *shape[:-1], groups)` of uint16.
         layout: A zero under a name such as `adam-mpx-planes-12x24-25x32-1f0c93aa`, which
             tells the kind of rule, the format, and the dtypes of parameters and
             corrections.
@@ -58,32 +62,46 @@ class FlashState(eqx.Module):
     @property
     def mu(self) -> PyTree:
         """First moments: `Quantized` (int8 codes) or f32; `None` if the rule has none."""
-        return self._moment("mu")
+        return self._view("mu")
 
     @property
     def nu(self) -> PyTree:
         """Second moments: `Quantized` (uint8 codes) or f32; `None` if the rule has none."""
-        return self._moment("nu")
+        return self._view("nu")
 
     @property
     def correction(self) -> PyTree:
         """The bits that 16-bit parameters lack, int8 or int16; `None` for others."""
-        return self._view(lambda leaf: leaf.correction)
+        return self._view("correction")
 
-    def _moment(self, name: str) -> PyTree:
-        if name not in self.moments:
+    def _view(self, name: str) -> PyTree:
+        names = (*self.moments, "correction")
+        if name not in names:
             return None
-        return self._view(lambda leaf: leaf.moments[self.moments.index(name)])
 
-    def _view(self, part: Callable[[Unpacked], PyTree]) -> PyTree:
         def read(packed: Packed) -> PyTree:
-            packing = Packing.read(packed, self.moments, self.format)
-            return part(packing.view(packed))
+            leaf = Packing.read(packed, self.moments, self.format).view(packed)
+            return (*leaf.moments, leaf.correction)[names.index(name)]
 
         for _ in shape_of(self.count):  # states that `vmap` made have axes before
             read = jax.vmap(read)
         is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
         return jax.tree.map(read, self.packed, is_leaf=is_packed)
+
+
+class Stepped(NamedTuple):
+    """Parameters, in their own dtypes, and their state, at the start or after a step."""
+
+    params: PyTree
+    state: FlashState
+
+
+class Leaf(NamedTuple):
+    """A leaf of the parameters with its path and state, and how that is packed."""
+
+    name: str
+    stored: PackedLeaf
+    packing: Packing
 
 
 def register_with_flax() -> None:
@@ -113,39 +131,30 @@ def make_state(
     leaves: Sequence[PackedLeaf],
     treedef: PyTree,
 ) -> FlashState:
-    """Returns a state without any step, given each parameter with what is packed.
-
-    Without parameters, as for the placeholder of `optax.tree_map_params`, the layout has
-    no name.
-    """
-    params, packed = [x.param for x in leaves], [x.packed for x in leaves]
-    packings = [Packing.read(x, moments, format) for x in packed]
-    zero: PyTree = zero_beside(params, jnp.int8)
-    return FlashState(
-        count=zero_beside(params, jnp.int32),
-        packed=treedef.unflatten(packed),
-        layout={_layout_name(kind, format, params, packings): zero} if params else zero,
-        format=format,
-        moments=moments,
-    )
+    """Returns a state without any step, given each parameter with what is packed."""
+    params = [x.param for x in leaves]
+    layout: PyTree = zero_beside(params, jnp.int8)
+    if params:  # the placeholder of `optax.tree_map_params` has none
+        named = [Leaf("", x, Packing.read(x.packed, moments, format)) for x in leaves]
+        layout = {_layout_name(kind, format, named): layout}
+    packed = treedef.unflatten(x.packed for x in leaves)
+    return FlashState(zero_beside(params, jnp.int32), packed, layout, format, moments)
 
 
-def leaves_of(
-    flat: FlatParams, state: FlashState
-) -> tuple[list[PackedLeaf], list[Packing]]:
-    """Returns each parameter with its state, and how that is packed.
-
-    Raises if dtypes of parameters or corrections are not those that the layout names.
-    """
-    packed = flat.like(state.packed, "The optimizer state")
-    packings = [Packing.read(x, state.moments, state.format) for x in packed]
+def leaves_of(flat: FlatParams, state: FlashState) -> list[Leaf]:
+    """Returns each parameter with its state; raises if dtypes are not those of the layout."""
+    found = flat.like(state.packed, "The optimizer state")
+    stored = map(PackedLeaf, flat.leaves, found)
+    packings = (Packing.read(x, state.moments, state.format) for x in found)
+    leaves = list(map(Leaf, flat.names, stored, packings))
     name = _name_of(state)
-    pairs = zip(flat.leaves, packings, strict=True)
     # Corrections beside f32 parameters are refused by `check_packed`.
-    is_known = not any(x.correction and dtype_of(param) == F32 for param, x in pairs)
+    is_known = not any(
+        x.packing.correction and dtype_of(x.stored.param) == F32 for x in leaves
+    )
     if name is not None and is_known:
         kind, format, *_ = name.split("-")
-        found = _layout_name(kind, format, flat.leaves, packings)
+        found = _layout_name(kind, format, leaves)
         if found != name:
             raise ValueError(
                 f"The state was made as `{name}`, but it holds, or is used with parameters "
@@ -154,20 +163,27 @@ def leaves_of(
                 "saved it. To change dtypes or `master_bits` take `master_params`, then "
                 "`init` and `from_master`."
             )
-    return list(map(PackedLeaf, flat.leaves, packed)), packings
+    return leaves
+
+
+def with_leaves(
+    flat: FlatParams, state: FlashState, leaves: Iterable[PackedLeaf]
+) -> Stepped:
+    """Returns parameters and state with these leaves in the place of theirs."""
+    params, packed = zip(*leaves, strict=True) if flat.leaves else ((), ())
+    state = dataclasses.replace(state, packed=flat.bare.unflatten(packed))
+    return Stepped(flat.treedef.unflatten(params), state)
 
 
 # The layout is the name of a scalar in the state, and with that a part of the tree's
 # structure. So a checkpointer refuses to restore a state into a different one, where it
 # would silently cast int8 corrections to int16; and a step compares it while tracing.
-def _layout_name(
-    kind: str, format: str, params: Sequence[PyTree], packings: Sequence[Packing]
-) -> str:
+def _layout_name(kind: str, format: str, leaves: Sequence[Leaf]) -> str:
     """Names a layout, in letters that are safe in file names."""
     dtypes = [
-        (np.dtype(dtype_of(param)), packing.correction)
-        for param, packing in zip(params, packings, strict=True)
-        if packing.correction is not None
+        (np.dtype(dtype_of(leaf.stored.param)), leaf.packing.correction)
+        for leaf in leaves
+        if leaf.packing.correction is not None
     ]
     small = sum(correction == INT8 for _, correction in dtypes)
     text = " ".join(f"{param}:{correction}" for param, correction in dtypes)
@@ -180,9 +196,6 @@ def _name_of(state: FlashState) -> str | None:
     return next(iter(state.layout), None) if isinstance(state.layout, dict) else None
 
 
-# --- checks ---------------------------------------------------------------------------
-
-
 def check_state(state: object, rule: Rule, compression: Compression) -> None:
     """Raises if a state is none, or that of another optimizer."""
     if not isinstance(state, FlashState):
@@ -192,29 +205,21 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
             "one of the members."
         )
     kind, *_ = (_name_of(state) or rule.kind).split("-")
-    made, needed = (
-        f"of the kind {kind!r}, in the format {format!r}, with "
-        + (" and ".join(moments) or "no moments")
-        for kind, format, moments in (
-            (kind, state.format, state.moments),
-            (rule.kind, compression.format, rule.moments),
-        )
-    )
+    made = kind, state.format, " and ".join(state.moments) or "no moments"
+    needed = rule.kind, compression.format, " and ".join(rule.moments) or "no moments"
     if made != needed:
+        text = "of the kind {!r}, in the format {!r}, with {}"
         raise ValueError(
-            f"The state is that of another optimizer: {made}, but this one is {needed}. "
-            "Make the state with its own `init(params)`; the format is an option of "
-            "`Compression`."
+            f"The state is that of another optimizer: {text.format(*made)}, but this one "
+            f"is {text.format(*needed)}. Make the state with its own `init(params)`; the "
+            "format is an option of `Compression`."
         )
 
 
-def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
-    """Returns the group size of a parameter, 0 without groups; raises if its state does not fit.
-
-    What is stored is read off the state: one that was restored may have been made with
-    other options.
-    """
-    dtype, shape, packed = dtype_of(leaf.param), shape_of(leaf.param), leaf.packed
+def check_packed(leaf: Leaf) -> int:
+    """Returns the group size of a parameter, 0 without groups; raises if its state does not fit."""
+    name, (param, packed), packing = leaf
+    dtype, shape = dtype_of(param), shape_of(param)
     if packing.correction is not None and dtype not in PARAM_DTYPES[1:]:
         raise ValueError(
             f"The state of `{name}` has a correction of {packing.correction}, but the "
@@ -226,33 +231,25 @@ def check_packed(name: str, leaf: PackedLeaf, packing: Packing) -> int:
     if packed is None or isinstance(packed, optax.MaskedNode):
         raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
     size = 0
-    if packing.scales:
-        groups, last = ((shape_of(x) or (0,))[-1] for x in (packed.scales, leaf.param))
+    if packing.quantized:
+        groups, last = ((shape_of(x) or (0,))[-1] for x in (packed.scales, param))
         # A scale for each element would look like the codes.
         size = last // groups if 1 <= groups < last and last % groups == 0 else 2
-    given = shape if shape or not packing.scales else (0,)
+    given = shape if shape or not packing.quantized else (0,)
     expected = packing.zeros(jax.ShapeDtypeStruct(given, dtype), size)
 
-    def types(packed: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}", packed
-        )
-
-    if types(expected) != types(packed):
+    text = lambda x: f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}"  # noqa: E731
+    needed, came = (jax.tree.map(text, x) for x in (expected, packed))
+    if needed != came:
         raise ValueError(
-            f"The state of `{name}` must be {types(expected)} for a parameter of shape "
-            f"{shape}, but it is {types(packed)}. {_INIT_AGAIN}"
+            f"The state of `{name}` must be {needed} for a parameter of shape {shape}, but "
+            f"it is {came}. {_INIT_AGAIN}"
         )
     return size
 
 
-# --- master weights -------------------------------------------------------------------
-
-
 def master_params(params: PyTree, state: PyTree) -> PyTree:
-    """Returns the f32 weights behind 16-bit parameters.
-
-    Leaves without master weights come back as they are.
+    """Returns the f32 weights behind 16-bit parameters, and other leaves as they are.
 
     Args:
         params: The parameters, or a whole model.
@@ -268,26 +265,24 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         >>> master_params(params, state)["w"].dtype
         dtype('float32')
     """
-    flat, _, leaves, packings = _with_packings(params, state)
+    flat, _, leaves = _found(params, state)
 
-    def decode(leaf: PackedLeaf, packing: Packing) -> PyTree:
+    def decode(leaf: Leaf) -> PyTree:
+        _, (param, packed), packing = leaf
         if packing.correction is None:
-            return leaf.param
-        correction = packing.view(leaf.packed).correction
-        codec = packing.master(leaf.param.dtype)
-        return codec.decode(jnp.asarray(leaf.param), correction, Block())
+            return param
+        correction, codec = packing.view(packed).correction, packing.master(param.dtype)
+        return codec.decode(jnp.asarray(param), correction, Block())
 
-    return flat.treedef.unflatten(map(decode, leaves, packings))
+    return flat.treedef.unflatten(map(decode, leaves))
 
 
 def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     """Puts f32 weights into parameters and state, for example to start from f32 weights.
 
-    Leaves that are not parameters, such as integers and functions, come from `master`, in
-    the dtype that they have in `params`, or from `params` where `master` has `None`.
-
     Args:
-        master: The weights: a tree like `params`.
+        master: The weights: a tree like `params`. Leaves that are not parameters come from
+            here, in the dtype that they have in `params`, unless they are `None`.
         params: Parameters whose dtypes are kept.
         state: The state made by `init(params)`, or an optax state that holds it; its
             moments and count are kept.
@@ -296,7 +291,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         Parameters and state that hold `master`, as exactly as their format can.
 
     Raises:
-        ValueError: If weights, parameters and state do not fit; the leaf is named.
+        ValueError: If weights, parameters and state do not fit.
 
     Examples:
         >>> from mpx.optim import flash_adamw
@@ -307,7 +302,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat, found, _, _ = _with_packings(params, state)
+    flat, found, _ = _found(params, state)
     given = flat.like(master, "`master`")
     weights = list(map(_as_weight, flat.names, given, flat.leaves))
     new_params, new_state = put_masters(flat, found, weights)
@@ -318,21 +313,16 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
 
 def put_masters(
     flat: FlatParams, state: FlashState, weights: Sequence[PyTree]
-) -> tuple[PyTree, FlashState]:
+) -> Stepped:
     """Puts weights, or `None` to change nothing, into parameters of any dtype and state."""
-    leaves, packings = leaves_of(flat, state)
-    new = [
-        leaf if weight is None else put_master(weight, leaf, packing)
-        for weight, leaf, packing in zip(weights, leaves, packings, strict=True)
-    ]
-    packed = flat.bare.unflatten(leaf.packed for leaf in new)
-    params = flat.treedef.unflatten(leaf.param for leaf in new)
-    return params, dataclasses.replace(state, packed=packed)
+    new = (
+        leaf.stored if weight is None else put_master(weight, leaf.stored, leaf.packing)
+        for weight, leaf in zip(weights, leaves_of(flat, state), strict=True)
+    )
+    return with_leaves(flat, state, new)
 
 
-def _with_packings(
-    params: PyTree, state: PyTree
-) -> tuple[FlatParams, FlashState, list[PackedLeaf], list[Packing]]:
+def _found(params: PyTree, state: PyTree) -> tuple[FlatParams, FlashState, list[Leaf]]:
     """Returns flat parameters, the one state of an optax state, and each leaf with it."""
     is_state = lambda x: isinstance(x, FlashState)  # noqa: E731
     found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
@@ -342,11 +332,11 @@ def _with_packings(
             f"state, but {type(state).__name__} holds {len(found)} of them."
         )
     flat = flatten_params(params)
-    leaves, packings = leaves_of(flat, found[0])
-    for name, leaf, packing in zip(flat.names, leaves, packings, strict=True):
-        if packing.correction is not None:
-            check_packed(name, leaf, packing)
-    return flat, found[0], leaves, packings
+    leaves = leaves_of(flat, found[0])
+    for leaf in leaves:
+        if leaf.packing.correction is not None:
+            check_packed(leaf)
+    return flat, found[0], leaves
 
 
 def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:

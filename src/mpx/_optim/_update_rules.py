@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block
 
 Scalars = tuple[Array, ...]
 Moments = tuple[Array, ...]
@@ -95,9 +95,9 @@ class Lion:
         return (b2 * mu + keep2 * grad,)
 
     def move(self, given: Given, old: Moments, new: Moments) -> Array:
-        (b1, keep1, _, _, rate, decay), grad, weight, block = given
+        (b1, keep1, _, _, rate, decay), grad, weight, _ = given
         (mu,) = old
-        return weight * decay - rate * block.sign(b1 * mu + keep1 * grad)
+        return weight * decay - rate * jnp.sign(b1 * mu + keep1 * grad)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,38 +1,182 @@
-"""Codecs of optimizer states: moments in 8 bits with a scale per group, and master weights."""
+"""How optimizer states store f32 numbers: 8-bit moments with scales, and master weights."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
-from mpx._quant._rounding import (
-    F32,
-    SHIFT,
-    Block,
-    Rounding,
-    bits,
-    centred,
-    from_bits,
-    is_finite,
-    shifted_to_integer,
-    signed_like,
-    to_bf16_bits,
-    to_integer,
-)
-
-BF16 = np.dtype(jnp.bfloat16)
-F16 = np.dtype(jnp.float16)
-_F32 = np.dtype(F32)
+F32 = jnp.float32
+BF16, F16, _F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, F32))
+_INT8 = np.dtype(np.int8)
 _TINY = np.float32(1.1754944e-38)
-_LARGEST = {
-    BF16: np.float32(jnp.finfo(jnp.bfloat16).max),
-    F16: np.float32(65504.0),
-    _F32: np.float32(jnp.finfo(F32).max),
-}
+_LARGEST = {t: np.float32(jnp.finfo(t).max) for t in (BF16, F16, _F32)}
+# Mantissa bits and exponent bias of the 16-bit formats.
+_LAYOUT = {BF16: (7, 127), F16: (10, 15)}
+# Adding 1.5 · 2²³ leaves no bits after the point: the hardware rounds to nearest, ties
+# to even, and the lowest bits of the sum hold the integer.
+SHIFT = np.float32(12582912.0)
+_SHIFT_BITS = SHIFT.view(np.int32)
+Rounding: TypeAlias = Array | None
+"""One number of a `Dither`; `None` rounds to nearest."""
+
+
+# --- Rounding and pseudo-random bits ----------------------------------------------------
+
+
+def to_integer(x: Array, dtype: type) -> Array:
+    """Rounds f32 numbers below 2²² to nearest, ties to even; others give any code."""
+    return shifted_to_integer(x + SHIFT, dtype)
+
+
+def shifted_to_integer(x: Array, dtype: type) -> Array:
+    """Finishes `to_integer` for numbers to which `SHIFT` was already added."""
+    # Without the subtraction XLA for GPUs (jax 0.11.2) makes -1 of every number: it does
+    # not cut off the high bits of an integer that comes out of a float's bits.
+    return (bits(x) - _SHIFT_BITS).astype(dtype)
+
+
+def bits(x: Array) -> Array:
+    """Returns the bits of f32 numbers as int32."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def from_bits(x: Array) -> Array:
+    """Returns the f32 numbers that have these bits."""
+    return lax.bitcast_convert_type(x, F32)
+
+
+def signed_like(number: Array, x: Array) -> Array:
+    """Returns `number` where `x` is positive or zero, else its negative."""
+    sign = bits(x) & np.int32(-(2**31))
+    return from_bits(bits(jnp.broadcast_to(number, x.shape)) ^ sign)
+
+
+def is_finite(x: Array) -> Array:
+    """Tells which numbers are finite; `jnp.isfinite` does not run in kernels."""
+    return jnp.abs(x) < jnp.inf
+
+
+class Dither(NamedTuple):
+    """Offsets added to magnitudes before rounding, f32 scalars, one pair per step.
+
+    Rounded to nearest, a number that moves by less than half a code per step would never
+    move. The multiples of an irrational number modulo 1 are spread evenly over any range
+    of steps, so each number is rounded up as often as it should be. With the same one for
+    moments and weights, a weight could move twice as fast as it should, or not at all.
+
+    That of moments, by the golden ratio, is between ±(1/2 - 2⁻¹²): an integer with f32
+    rounding errors stays that integer. That of masters, by √½, is from [0, 1), a multiple
+    of 2⁻²⁴: the threshold added before a floor, in units of the stored format.
+    """
+
+    moments: Array
+    masters: Array
+
+
+def dither_of(step: Array) -> Dither:
+    """Returns the offsets of a step; they depend on nothing else."""
+
+    def multiple(ratio: int) -> Array:  # of `ratio` · 2⁻³², modulo 1
+        high = (step.astype(jnp.uint32) * np.uint32(ratio)) >> np.uint32(8)
+        return high.astype(jnp.int32).astype(F32) * np.float32(2.0**-24)
+
+    return Dither(centred(multiple(0x9E3779B1)), multiple(0xB504F333))
+
+
+def centred(threshold: Array) -> Array:
+    """Converts an offset for a floor to one for rounding to nearest."""
+    return (threshold - np.float32(0.5)) * np.float32(1 - 2.0**-11)
+
+
+def random_bits(shape: tuple[int, ...], seed: Array) -> Array:
+    """Returns 32 pseudo-random bits per element, given a uint32 seed."""
+    return _mix(_element_index(shape) ^ _mix(seed))
+
+
+def _mix(x: Array) -> Array:
+    # A bijection of 32-bit integers in which each input bit flips about half of the
+    # output bits (constants found by search: prospector, "lowbias32").
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def _element_index(shape: tuple[int, ...]) -> Array:
+    """Numbers the elements of an array, modulo 2³²; unlike a range, it can be sharded."""
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        step = np.uint32(stride & 0xFFFFFFFF)
+        index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * step
+        stride *= shape[axis]
+    return index
+
+
+class Block:
+    """A block whose last axis is one group: `(..., groups, group_size)`.
+
+    Kernels have blocks of their own, in which results may differ by about one ulp.
+    """
+
+    def peak(self, x: Array) -> Array:
+        """Returns the largest number of each group."""
+        return jnp.max(x, axis=-1)
+
+    def spread(self, per_group: Array) -> Array:
+        """Returns each group's number for each of its elements."""
+        return per_group[..., None]
+
+    def root_peak(self, x: Array, root: Array) -> Array:
+        """Returns the largest root of each group, given numbers and their roots."""
+        # Not the maximum of the roots: XLA would write all roots to memory.
+        return self.sqrt(self.peak(x))
+
+    def sqrt(self, x: Array) -> Array:
+        return jnp.sqrt(x)
+
+    def reciprocal(self, x: Array) -> Array:
+        return 1.0 / x
+
+    def multiply_add(self, x: ArrayLike, y: Array, z: ArrayLike) -> Array:
+        """Returns x · y + z, in a kernel rounded once."""
+        return jnp.add(jnp.multiply(x, y), z)
+
+    def rounded(self, x: Array, dtype: np.dtype) -> Array:
+        """Rounds f32 numbers to those that `dtype` has; the result is f32."""
+        # Not two casts: XLA removes a cast down followed by a cast up.
+        info = jnp.finfo(dtype)
+        rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+        if info.nexp == 8:
+            return rounded
+        # `reduce_precision` has no subnormal numbers. Those of f16 are multiples of 2⁻²⁴,
+        # the last bit of 0.75 in f32.
+        last = bits(x + np.float32(0.75)) - np.float32(0.75).view(np.int32)
+        multiple = last.astype(F32) * np.float32(2.0**-24)
+        return jnp.where(jnp.abs(x) < np.float32(2.0**-14), multiple, rounded)
+
+
+class FlatBlock(Block):
+    """A block that keeps its shape: groups are next to each other along its last axis."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
+    def peak(self, x: Array) -> Array:
+        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
+
+    def spread(self, per_group: Array) -> Array:
+        *rows, groups = per_group.shape
+        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
+        return each.reshape(*rows, groups * self._group_size)
+
+
+# --- Moments ---------------------------------------------------------------------------
+# Numbers to encode are below 2¹²⁵. `rounding` is `Dither.moments`, which also rounds bf16
+# scales and which the formats of FlashOptim ignore.
 
 
 class Quantized(NamedTuple):
@@ -40,13 +184,6 @@ class Quantized(NamedTuple):
 
     codes: Array
     scale: Array
-
-
-# --- Moments ---------------------------------------------------------------------------
-# `rounding` is `Dither.moments`, which also rounds bf16 scales and which the formats of
-# FlashOptim ignore; `None` is to nearest. `is_safe` tells that all numbers are known to be
-# below 2¹²⁵. Otherwise zero is stored for inf and nan, so that they do not spread to their
-# group.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +196,7 @@ class Full:
     def decode(self, stored: PyTree, block: Block) -> Array:
         return stored
 
-    def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
-    ) -> Array:
+    def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Array:
         return x
 
 
@@ -87,13 +222,9 @@ class SoftsignInt8:
         scale = block.spread(stored.scale.astype(F32))
         return q * block.reciprocal(254.0 - jnp.abs(q)) * scale
 
-    def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
-    ) -> Quantized:
-        x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
-        scale, stored = _rounded_scale(
-            block.peak(jnp.abs(x)), self.scale_dtype, rounding
-        )
+    def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Quantized:
+        peak = block.peak(jnp.abs(x))
+        scale, stored = _rounded_scale(peak, self.scale_dtype, rounding)
         # n / (1 + |n|) with n = x / scale.
         positive = block.spread(jnp.maximum(scale, _TINY))
         divisor = block.reciprocal(positive + jnp.abs(x))
@@ -130,13 +261,9 @@ class SqrtUint8:
         root = stored.codes.astype(F32) * unit
         return root * root
 
-    def encode(
-        self, x: Array, block: Block, rounding: Rounding = None, is_safe: bool = False
-    ) -> Quantized:
-        x = x if is_safe else jnp.where(is_finite(x), x, 0.0)
+    def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Quantized:
         root = block.sqrt(x)
-        peak = block.root_peak(x, root)
-        scale, stored = _rounded_scale(peak, self.scale_dtype)
+        scale, stored = _rounded_scale(block.root_peak(x, root), self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
         if self.scale_dtype == F16:  # which ends at 65504
@@ -156,7 +283,13 @@ def _rounded_scale(
     """Returns the scale that codes are chosen for, and the stored one."""
     peak = jnp.minimum(peak, _LARGEST[dtype])
     if dtype == BF16:
-        rounded = from_bits(to_bf16_bits(peak, dither))
+        # In integers: XLA would remove a cast down followed by a cast up.
+        b = bits(peak)
+        if dither is None:
+            up = 0x7FFF + ((b >> 16) & 1)  # to nearest, ties to even
+        else:
+            up = ((dither + 0.5) * 65536.0).astype(jnp.int32)
+        rounded = from_bits((b + up) & np.int32(-65536))
         return rounded, rounded.astype(BF16)
     # f16, as FlashOptim does it: codes for the f32 maximum, decoded with its rounding.
     return peak, peak.astype(dtype)
@@ -166,15 +299,9 @@ MomentCodec = Full | SoftsignInt8 | SqrtUint8
 
 
 # --- Master weights: a 16-bit parameter and the remainder of its rounding ----------------
+# `encode` returns parameters of `dtype` and their corrections, rounded by `Dither.masters`.
 
 Correction = Array | None
-_INT8 = np.dtype(np.int8)
-# Mantissa bits and exponent bias of the 16-bit formats.
-_LAYOUT = {BF16: (7, 127), np.dtype(jnp.float16): (10, 15)}
-
-
-# `encode` returns parameters of `dtype` and their corrections, rounded by `Dither.masters`,
-# or to nearest.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,9 +410,8 @@ MasterCodec = RoundedMaster | BitDelta | UlpFraction
 def place(codec: BitDelta | UlpFraction, param: Array, random: Array) -> Array:
     """Returns corrections for weights anywhere in the rounding intervals of parameters.
 
-    `random` has 32 bits for each. In the middle of the interval, small steps would change
-    no parameter for a long time, then all at once. If weights are spread over it, the mean
-    of the parameters moves as that of the weights does, from the first step on.
+    From the middle, small steps would change no parameter for a long time, then all at
+    once. `random` has 32 bits for each.
     """
     info, width = np.iinfo(codec.dtype), 8 * codec.dtype.itemsize
     code = (random >> np.uint32(32 - width)).astype(jnp.int32) + info.min
@@ -312,11 +438,7 @@ def _half_ulp(param: Array) -> tuple[Array, Array]:
     exponent = (_pattern(param) >> mantissa) & ((1 << (15 - mantissa)) - 1)
     log = jnp.maximum(exponent, 1) - (bias + mantissa + 1)
     half = log >> 1
-    return _power_of_two(half), _power_of_two(log - half)
-
-
-def _power_of_two(exponent: Array) -> Array:
-    return from_bits((exponent + 127) << 23)
+    return from_bits((half + 127) << 23), from_bits((log - half + 127) << 23)
 
 
 def _threshold(count: int, rounding: Array) -> Array:

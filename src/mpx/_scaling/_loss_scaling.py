@@ -1,10 +1,5 @@
-"""Loss scaling: none, static, dynamic.
+"""Loss scaling: none, static, dynamic."""
 
-Gradients that would vanish in f16 survive when the loss is multiplied by a scale before
-differentiation and the gradients are divided by it afterwards.
-"""
-
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from mpx._casting._context import half_precision_datatype
 from mpx._jax._arguments import as_count, as_real, check_value
 from mpx._jax._compat import is_tracer
-from mpx._jax._formats import at_least_f32, parse_float_dtype, short_name
+from mpx._jax._formats import at_least_f32, parse_float_dtype
 from mpx._jax._tree import AxisName, all_devices, as_flag, is_inexact, shape_of
 
 P = ParamSpec("P")
@@ -33,12 +28,9 @@ LARGEST_SCALE = 2.0**126
 class LossScaling(eqx.Module):
     """The base of all loss scalings: `scale`, `unscale`, `adjust` and `metrics`.
 
-    A loss scaling is a pytree: it goes through jit, scan, vmap, donation, sharding and
-    checkpoints like any other state. Casts leave its f32 alone.
-
-    Invariant: `unscale(scale(x)) == x` within three roundings of f32, and bit for bit
-    while the scale is a power of two and neither `x` nor the product overflows or
-    falls below the normal numbers of f32.
+    It is a pytree, and casts leave its f32 alone. Invariant: `unscale(scale(x)) == x` within
+    three roundings of f32, and bit for bit while the scale is a power of two and neither
+    `x` nor the product overflows or falls below the normal numbers of f32.
     """
 
     loss_scaling: eqx.AbstractVar[Float[Array, "*batch"]]
@@ -50,17 +42,13 @@ class LossScaling(eqx.Module):
     made_of_constants = False
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies floating and complex leaves by the scale, in f32 or wider.
-
-        16-bit leaves come back as f32, since the product may not fit into 16 bits.
-        Integers, keys, strings, functions and `None` come back as they are.
-        """
+        """Multiplies floating and complex leaves by the scale, in f32 or wider."""
         return _map_wide(lambda x: x * self.loss_scaling.astype(x.dtype), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides floating and complex leaves by the scale, in f32 or wider."""
         # XLA turns it into a product with the reciprocal, which must therefore be a
-        # normal number too: see `check_scale`.
+        # normal number too: see `_scale`.
         return _map_wide(lambda x: x / self.loss_scaling.astype(x.dtype), tree)
 
     def adjust(
@@ -72,34 +60,19 @@ class LossScaling(eqx.Module):
 
     def metrics(self) -> dict[str, Array]:
         """Returns values to log, as arrays: nothing is read back to the host."""
-        return {"loss_scaling": self.loss_scaling}
+        names = ("loss_scaling", "counter", "skipped", "consecutive_skipped")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def raise_if_stuck(self, max_consecutive: int = 20) -> None:
-        """Does nothing: a scaling that does not adapt counts no skipped steps.
-
-        It exists so that a training loop need not know which scaling it uses.
-        """
+        """Does nothing: a scaling that does not adapt counts no skipped steps."""
         as_count(max_consecutive, "max_consecutive", at_least=1)
-
-    def __repr__(self) -> str:
-        fields = (field.name for field in dataclasses.fields(self))
-        shown = (f"{name}={_shown(getattr(self, name))}" for name in fields)
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-
-def _shown(value: PyTree) -> str:
-    if not isinstance(value, jax.Array):
-        return repr(value)
-    if is_tracer(value) or value.is_deleted() or not value.is_fully_addressable:
-        return f"{short_name(value.dtype)}{list(value.shape)}"
-    return repr(value.tolist())
 
 
 class StaticLossScaling(LossScaling):
     """A loss scale that never changes.
 
     Attributes:
-        loss_scaling: The scale, f32[].
+        loss_scaling: The scale, positive and finite; a power of two makes scaling exact.
 
     Examples:
         >>> StaticLossScaling(1024.0).scale(jnp.float16(100.0))
@@ -109,16 +82,8 @@ class StaticLossScaling(LossScaling):
     loss_scaling: Float[Array, "*batch"]
 
     def __init__(self, loss_scaling: PyTree) -> None:
-        """Stores the scale as f32.
-
-        Args:
-            loss_scaling: The scale; a power of two makes scaling exact.
-
-        Raises:
-            ValueError: If it is not a positive finite scalar.
-        """
-        check_scale(loss_scaling, "loss_scaling")
-        self.loss_scaling = f32_scalar(loss_scaling)
+        """Stores the scale as f32."""
+        self.loss_scaling = _scale(loss_scaling, "loss_scaling")
 
 
 class NoLossScaling(LossScaling):
@@ -164,7 +129,6 @@ class DynamicLossScaling(LossScaling):
         max_loss_scaling: The ceiling.
         backoff: What a non-finite step multiplies by; `None` is 1/factor.
         hysteresis: Non-finite steps that one backoff needs; growth refills the tolerance.
-        consecutive_hysteresis: Whether every finite step refills the tolerance.
 
     Examples:
         >>> scaling = DynamicLossScaling.pow2(2.0**15, period=2)
@@ -184,7 +148,6 @@ class DynamicLossScaling(LossScaling):
     max_loss_scaling: float = eqx.field(static=True)
     backoff: float = eqx.field(static=True)
     hysteresis: int = eqx.field(static=True)
-    consecutive_hysteresis: bool = eqx.field(static=True)
 
     def __init__(  # noqa: PLR0913 - `dataclasses.replace` passes every field
         self,
@@ -197,24 +160,17 @@ class DynamicLossScaling(LossScaling):
         max_loss_scaling: float = 65504.0,
         backoff: float | None = None,
         hysteresis: int = 1,
-        consecutive_hysteresis: bool = False,
         skipped: Any = 0,
         consecutive_skipped: Any = 0,
         tolerance: Any = None,
     ) -> None:
-        """Checks the values that are concrete and stores them as f32 and i32.
-
-        Raises:
-            TypeError: If a value is not a number, or a count not an integer.
-            ValueError: If a value is out of its range.
-        """
+        """Checks the values that are concrete and stores them as f32 and i32."""
         ceiling = as_real(max_loss_scaling, "max_loss_scaling")
-        check_scale(loss_scaling, "loss_scaling")
-        check_scale(min_loss_scaling, "min_loss_scaling")
-        check_scale(ceiling, "max_loss_scaling")
+        self.loss_scaling = _scale(loss_scaling, "loss_scaling")
+        self.min_loss_scaling = _scale(min_loss_scaling, "min_loss_scaling")
+        _scale(ceiling, "max_loss_scaling")
         grows = 1 < as_real(factor, "factor") < math.inf
         check_value(grows, "factor", "more than 1", factor)
-        hysteresis = as_count(hysteresis, "hysteresis", at_least=1)
         backoff = 1 / factor if backoff is None else as_real(backoff, "backoff")
         check_value(0 < backoff < 1, "backoff", "between 0 and 1", backoff)
         if not is_tracer(min_loss_scaling):
@@ -229,21 +185,14 @@ class DynamicLossScaling(LossScaling):
                     f"{float(loss_scaling)} was given. Pass other limits, or use "
                     "`mpx.DynamicLossScaling.pow2()`, whose ceiling is 2**24."
                 )
-        self.loss_scaling = f32_scalar(loss_scaling)
-        self.min_loss_scaling = f32_scalar(min_loss_scaling)
-        self.counter = _i32_scalar(0 if counter is None else counter, "counter")
-        self.skipped = _i32_scalar(skipped, "skipped")
-        self.consecutive_skipped = _i32_scalar(
-            consecutive_skipped, "consecutive_skipped"
-        )
-        tolerance = hysteresis if tolerance is None else tolerance
-        self.tolerance = _i32_scalar(tolerance, "tolerance", at_least=1)
-        self.factor = factor
+        self.factor, self.backoff, self.max_loss_scaling = factor, backoff, ceiling
         self.period = as_count(period, "period", at_least=1)
-        self.max_loss_scaling = ceiling
-        self.backoff = backoff
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
+        self.hysteresis = as_count(hysteresis, "hysteresis", at_least=1)
+        self.counter = _count(0 if counter is None else counter, "counter")
+        self.skipped = _count(skipped, "skipped")
+        self.consecutive_skipped = _count(consecutive_skipped, "consecutive_skipped")
+        tolerance = self.hysteresis if tolerance is None else tolerance
+        self.tolerance = _count(tolerance, "tolerance", at_least=1)
         if is_tracer(self.loss_scaling) and not is_tracer(loss_scaling):
             object.__setattr__(self, "made_of_constants", True)
 
@@ -263,17 +212,12 @@ class DynamicLossScaling(LossScaling):
             init: The first scale.
             min: The floor.
             max: The ceiling. The scale may pass 65504 because it is applied in f32; a
-                loss that is itself f16 overflows there, which costs one skipped step
-                per growth.
+                loss that is itself f16 overflows there: one skipped step per growth.
             factor: The factor of growth.
             **options: Further arguments of `DynamicLossScaling`.
 
         Raises:
             ValueError: If one of them is not a power of two.
-
-        Examples:
-            >>> float(DynamicLossScaling.pow2(2.0**10).loss_scaling)
-            1024.0
         """
         scaling = cls(init, min, factor, max_loss_scaling=max, **options)
         powers = {"init": init, "min": min, "max": max, "factor": factor}
@@ -288,13 +232,8 @@ class DynamicLossScaling(LossScaling):
         """Returns the scaling for the next step.
 
         Args:
-            grads_finite: Whether the gradients of this step were finite: a boolean
-                scalar, Python or array.
-            axis_name: Combines the flag over `shard_map`, `pmap` or `vmap` axes first,
-                so that the devices agree. Not needed if the flag already agrees.
-
-        Raises:
-            TypeError: If `grads_finite` is not a boolean scalar.
+            grads_finite: Whether the gradients of this step were finite, bool[].
+            axis_name: Mapped axes over which to combine the flag, unless devices agree.
         """
         finite = as_flag(grads_finite, "grads_finite")
         if axis_name is not None:
@@ -306,9 +245,8 @@ class DynamicLossScaling(LossScaling):
         scale = jnp.where(grow, scale * jnp.float32(self.factor), scale)
         scale = jnp.where(back_off, scale * jnp.float32(self.backoff), scale)
         scale = jnp.minimum(scale, jnp.float32(self.max_loss_scaling))
-        refill = finite if self.consecutive_hysteresis else grow
         # Used up, the tolerance stays at one: every further overflow backs off.
-        tolerance = jnp.where(refill, self.hysteresis, jnp.maximum(tolerance, 1))
+        tolerance = jnp.where(grow, self.hysteresis, jnp.maximum(tolerance, 1))
         new = {
             # `fmax` takes the floor for a scale that is nan.
             "loss_scaling": jnp.fmax(scale, self.min_loss_scaling),
@@ -317,26 +255,17 @@ class DynamicLossScaling(LossScaling):
             "consecutive_skipped": jnp.where(finite, 0, self.consecutive_skipped + 1),
             "tolerance": tolerance,
         }
-        return eqx.tree_at(
-            lambda s: [getattr(s, name) for name in new], self, list(new.values())
-        )
-
-    def metrics(self) -> dict[str, Array]:
-        """Returns values to log, as arrays: nothing is read back to the host."""
-        names = ("loss_scaling", "counter", "skipped", "consecutive_skipped")
-        return {name: getattr(self, name) for name in names}
+        where = lambda scaling: [getattr(scaling, name) for name in new]  # noqa: E731
+        return eqx.tree_at(where, self, list(new.values()))
 
     def raise_if_stuck(self, max_consecutive: int = 20) -> None:
         """Raises if the last steps were all skipped with the scale at its floor.
 
         Call it on the host, outside jit, as often as a wait for the step is affordable.
 
-        Args:
-            max_consecutive: How many skipped steps in a row are too many.
-
         Raises:
-            FloatingPointError: If this many steps were skipped in a row at the floor, or
-                if the scale is nan.
+            FloatingPointError: If `max_consecutive` steps were skipped in a row at the
+                floor, or if the scale is nan.
         """
         max_consecutive = as_count(max_consecutive, "max_consecutive", at_least=1)
         skipped, scale = int(self.consecutive_skipped), float(self.loss_scaling)
@@ -358,12 +287,10 @@ class DynamicLossScaling(LossScaling):
 def default_loss_scaling(dtype: DTypeLike | None = None) -> LossScaling:
     """Returns the loss scaling that a compute dtype needs.
 
+    It is `DynamicLossScaling.pow2()` for f16, and `NoLossScaling()` for bf16, f32 and f64.
+
     Args:
         dtype: The compute dtype; `None` is the configured half precision.
-
-    Returns:
-        `DynamicLossScaling.pow2()` for f16, whose smallest normal number is 6e-5;
-        `NoLossScaling()` for bf16, f32 and f64.
 
     Examples:
         >>> default_loss_scaling("bf16")
@@ -410,37 +337,29 @@ def _map_wide(fn: Callable[[Array], Array], tree: PyTree) -> PyTree:
     return jax.tree.map(apply, tree)
 
 
-def check_scale(value: PyTree, what: str) -> None:
-    """Raises unless a concrete value is a positive finite scalar; tracers pass.
+def _scale(value: PyTree, what: str) -> Float[Array, ""]:
+    """Returns a scale as f32; raises unless a known one is a positive finite scalar.
 
-    An infinite JAX array passes too: MPX's own suite builds one to show that an unused
-    scale is harmless, and the first `adjust` brings it back below the ceiling.
+    An infinite JAX array passes: MPX's own suite builds one to show that an unused scale
+    is harmless, and the first `adjust` brings it back below the ceiling.
     """
     check_value(shape_of(value) == (), what, "a scalar", f"shape {shape_of(value)}")
-    if is_tracer(value):
-        return
-    number = as_real(value, what)
-    if isinstance(value, jax.Array) and number == math.inf:
-        return
-    if not (number > 0 and math.isfinite(number)):
-        raise ValueError(
-            f"`{what}` must be positive and finite, but {number} was given. "
-            "A usual value is 2.0**15."
-        )
-    # Beyond, the scale or its reciprocal is subnormal, and processors flush that to 0.
-    check_value(
-        2.0**-126 <= number <= LARGEST_SCALE, what, "in [2**-126, 2**126]", number
-    )
+    is_array = isinstance(value, jax.Array)
+    if not is_tracer(value):
+        number = as_real(value, what)
+        if not (number > 0 and (is_array or math.isfinite(number))):
+            raise ValueError(
+                f"`{what}` must be positive and finite, but {number} was given. "
+                "A usual value is 2.0**15."
+            )
+        # Beyond, the scale or its reciprocal is subnormal, and processors flush that to 0.
+        fits = 2.0**-126 <= number <= LARGEST_SCALE or number == math.inf
+        check_value(fits, what, "in [2**-126, 2**126]", number)
+    # With a buffer of its own: donation refuses shared ones.
+    return jnp.array(value if is_array else np.float32(value), jnp.float32)
 
 
-def f32_scalar(value: PyTree) -> Float[Array, ""]:
-    """Returns an f32 array with a buffer of its own: donation refuses shared ones."""
-    if is_tracer(value) or isinstance(value, jax.Array):
-        return jnp.array(value, dtype=jnp.float32, copy=True)
-    return jnp.array(np.float32(value))
-
-
-def _i32_scalar(value: PyTree, what: str, at_least: int = 0) -> Int[Array, ""]:
+def _count(value: PyTree, what: str, at_least: int = 0) -> Int[Array, ""]:
     """Returns a count as i32; raises if it is known and out of range."""
     if not is_tracer(value):
         value, most = as_count(value, what, at_least=at_least), np.iinfo(np.int32).max

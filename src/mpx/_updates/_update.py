@@ -1,12 +1,13 @@
 """Updating parameters only when the gradients, and the results, are finite.
 
-By default a step is skipped by a select between old and new values. `lax.cond` avoids
-computing the update, at the price of a branch. The guide page "Skipping steps" has the
-numbers behind the default.
+A step is skipped by a select between old and new values, which costs nothing that can be
+measured; a branch makes every other step slower.
 """
 
+import difflib
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
 
 import equinox as eqx
@@ -14,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import hide_signature
@@ -35,18 +35,18 @@ from mpx._jax._tree import (
     is_inexact,
     is_none,
     map_with_name,
+    named_leaves,
     select_tree,
     shape_of,
 )
-from mpx._updates._optax_checks import (
-    OPTAX_ARGS,
-    check_extra_args,
-    check_transformation,
-    warn_of_lost_updates,
-)
+from mpx._jax._warn import warn
 
-Skip = Literal["select", "cond", "never"]
+Skip = Literal["select", "never"]
 Flag = bool | np.bool_ | Bool[Array, ""]
+OPTAX_ARGS = ("value", "grad", "value_fn")  # of optax's own transformations
+# A compressed optimizer after another one has other parameters, and updates that are set
+# to zero have no effect.
+_HARMLESS = ("identity", "masked(Core.update)", "masked(set_to_zero)")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -65,10 +65,9 @@ def optimizer_update(
     """Applies an optimizer if the gradients are finite; otherwise changes nothing.
 
     Nothing changes either if the step would make a finite number of the model or of the
-    state infinite or nan: the square of a finite gradient of 1e20 is infinite, and a
-    second moment that is infinite stays so. (A compressed optimizer decides this for each
-    element.) Model and state keep their dtypes: the update is added in f32 or wider and
-    rounded once.
+    state infinite or nan, as the square of a gradient of 1e20 is. (A compressed optimizer
+    decides this for each element.) Model and state keep their dtypes: the update is added
+    in f32 or wider and rounded once.
 
     Args:
         model: The model or the parameters: any pytree. Also an NNX module, or a Flax
@@ -80,8 +79,7 @@ def optimizer_update(
         optimizer_state: The state of an optax optimizer.
         grads: The gradients, `None` where there is none.
         grads_finite: Whether to update, a boolean scalar.
-        skip: How to skip: `"select"` computes the update and chooses, `"cond"` branches,
-            `"never"` always updates.
+        skip: `"select"` computes the update and chooses, `"never"` always updates.
         axis_name: Mesh axes of a `shard_map` without `check_vma` over which parameters or
             state are sharded: the devices then decide together. Where JAX knows that a
             value differs between devices, they always do.
@@ -97,8 +95,7 @@ def optimizer_update(
             or the optimizer does not take an argument.
 
     Warns:
-        RuntimeWarning: If parameters of 16 bits are updated by an optimizer that keeps no
-            master weights: updates below half an ulp are lost.
+        RuntimeWarning: If 16-bit parameters are updated without master weights.
 
     Examples:
         >>> import optax
@@ -138,34 +135,27 @@ def optimizer_update(
     _check_grads(model, grads)
     own_step = getattr(optimizer, "step", None)
     check_extra_args(extra_args, optimizer_state, is_compressed=own_step is not None)
-    if own_step is None:
-        warn_of_lost_updates(model, grads, optimizer_state)
-    else:  # it needs none of the values that line searches and schedules use
-        extra_args = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
-    if skip == "select" and own_step is not None:
-        # It selects while it writes: no copy, and no second pass over memory.
+    if own_step is not None:
+        # It needs none of the values that line searches and schedules use, and selects
+        # while it writes: no copy, and no second pass over memory.
+        given = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
         flag = as_flag(grads_finite, "grads_finite")
-        return tuple(own_step(model, optimizer_state, grads, finite=flag, **extra_args))
+        check_choice(skip, "skip", get_args(Skip))
+        flag = None if skip == "never" else flag
+        return tuple(own_step(model, optimizer_state, grads, finite=flag, **given))
+    warn_of_lost_updates(model, grads, optimizer_state)
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        if own_step is not None:
-            return tuple(own_step(model, state, grads, **extra_args))
         params = _params_with_grads(model, grads)
         args = _with_integers(optimizer, model, params, grads, state)
-        updates, state = _run(optimizer, state, *args, extra_args)
+        updates, state = _run(optimizer, state, *args, **extra_args)
         return apply_updates(model, updates), state
 
-    before = model, optimizer_state
-    checks = own_step is None  # a compressed optimizer does so while it writes
-    return _skip(skip, step, before, grads_finite, axis_name, checks=checks)
+    return _skip(skip, step, (model, optimizer_state), grads_finite, axis_name)
 
 
 def _run(
-    optimizer: PyTree,
-    state: PyTree,
-    params: PyTree,
-    grads: PyTree,
-    extra: dict[str, PyTree],
+    optimizer: PyTree, state: PyTree, params: PyTree, grads: PyTree, **extra: PyTree
 ) -> tuple[PyTree, PyTree]:
     if not isinstance(optimizer, optax.MultiSteps):  # it passes them on, as it is
         optimizer = optax.with_extra_args_support(optimizer)
@@ -175,10 +165,8 @@ def _run(
         expected, given = _expected(optimizer, params), jax.tree.structure(state)
         if expected == given:
             raise
-        needed, came = (
-            text if len(text) <= 200 else f"{text[:200]}…"
-            for text in (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
-        )
+        texts = (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
+        needed, came = (x if len(x) <= 200 else f"{x[:200]}…" for x in texts)
         raise ValueError(
             "`optimizer_state` does not fit the optimizer and the parameters that have "
             f"gradients: it should be {needed}, but {came} was given. Make it with "
@@ -211,7 +199,6 @@ def _is_integer(leaf: PyTree) -> bool:
 
 
 def _expected(optimizer: PyTree, params: PyTree) -> PyTree:
-    """Returns the structure of the state for these parameters."""
     return jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params))
 
 
@@ -230,20 +217,20 @@ def _check_grads(model: PyTree, grads: PyTree) -> None:
     """Raises if a gradient does not fit its parameter, or the trees differ."""
     params = _params_with_grads(model, grads)
     check_same_structure(params, grads, "`optimizer_update`")
+    map_with_name(check_grad, params, grads)
 
-    def check(name: str, param: PyTree, grad: PyTree) -> None:
-        complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
-        fits = is_floating(grad) or isinstance(grad, float)
-        if not fits and not (complex_param and is_inexact(grad)):
-            given = dtype_of(grad) or type(grad).__name__
-            raise TypeError(
-                f"The gradient of `{name}` is {given}, but the parameter is "
-                f"{dtype_of(param)} and needs a real floating gradient. Pass `None` "
-                "where a parameter has none."
-            )
-        check_shape(f"The gradient of `{name}`", grad, param)
 
-    map_with_name(check, params, grads)
+def check_grad(name: str, param: PyTree, grad: PyTree) -> None:
+    """Raises if a gradient does not fit its parameter."""
+    complex_param = jnp.issubdtype(dtype_of(param), jnp.complexfloating)
+    fits = is_floating(grad) or isinstance(grad, float)
+    if not fits and not (complex_param and is_inexact(grad)):
+        given = dtype_of(grad) or type(grad).__name__
+        raise TypeError(
+            f"The gradient of `{name}` is {given}, but the parameter is {dtype_of(param)} "
+            "and needs a real floating gradient. Pass `None` where a parameter has none."
+        )
+    check_shape(f"The gradient of `{name}`", grad, param)
 
 
 def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
@@ -266,42 +253,21 @@ def _skip(
     before: tuple[PyTree, ...],
     finite: PyTree,
     axis_name: AxisName | None = None,
-    *,
-    checks: bool = True,
 ) -> PyTree:
     """Returns `step(*before)` if all is finite and `before` if not."""
     flag = as_flag(finite, "grads_finite")
     check_choice(skip, "skip", get_args(Skip))
     if skip == "never":
         return step(*before)
-    flag = together(flag, flag, axis_name)
-
-    def chosen(flag: PyTree, before: tuple[PyTree, ...], after: PyTree) -> PyTree:
-        if checks:
-            flag &= together(stays_finite(before, after), flag, axis_name)
-        # It checks structure and shapes and gives back the dtypes of `before`.
-        return select_tree(flag, after, before)
-
-    if skip == "select":
-        after = step(*before)
-        return chosen(flag, _with_array_counters(before, after), after)
-    if any(_is_number(leaf) for leaf in jax.tree.leaves(before)):
-        before = _with_array_counters(before, eqx.filter_eval_shape(step, *before))
-    arrays, static = eqx.partition(before, eqx.is_array)
-
-    def run(arrays: PyTree) -> PyTree:
-        before = eqx.combine(arrays, static)
-        after = chosen(jnp.array(True), before, step(*before))
-        return eqx.filter(after, eqx.is_array)
-
-    return eqx.combine(lax.cond(flag, run, lambda arrays: arrays, arrays), static)
+    flag, after = together(flag, flag, axis_name), step(*before)
+    before = _with_array_counters(before, after)
+    flag &= together(stays_finite(before, after), flag, axis_name)
+    # It checks structure and shapes and gives back the dtypes of `before`.
+    return select_tree(flag, after, before)
 
 
 def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
-    """Returns whether every number that was finite still is, in its old dtype.
-
-    States may hold others on purpose: the best loss so far starts as infinity.
-    """
+    """Returns whether every number that was finite still is, in its old dtype."""
     check_same_structure(after, before, "An update")
 
     def of_finite(old: PyTree, new: PyTree) -> PyTree:
@@ -329,39 +295,27 @@ def together(
 
 
 def _with_array_counters(before: PyTree, after: PyTree) -> PyTree:
-    """Converts the Python numbers that a step changes to arrays, which can be selected.
-
-    The `step` of a new Flax `TrainState` is such a number.
-    """
+    """Converts Python numbers that change, as a `TrainState`'s step, to arrays to select."""
     check_same_structure(after, before, "An update")
+    numbers = int | float | complex
 
     def convert(old: PyTree, new: PyTree) -> PyTree:
-        same = new is old or (_is_number(new) and new == old)
-        return jnp.asarray(old) if _is_number(old) and not same else old
+        same = new is old or (isinstance(new, numbers) and new == old)
+        return jnp.asarray(old) if isinstance(old, numbers) and not same else old
 
     return jax.tree.map(convert, before, after)
 
 
-def _is_number(leaf: PyTree) -> bool:
-    return isinstance(leaf, int | float | complex)
-
-
 @overload
 def cond_update(
-    update_fn: Callable[P, R],
-    *,
-    skip: Skip = "select",
-    axis_name: AxisName | None = None,
+    update_fn: Callable[P, R], *, axis_name: AxisName | None = None
 ) -> Callable[Concatenate[Flag, P], R]: ...
 @overload
 def cond_update(
-    update_fn: None = None, *, skip: Skip = "select", axis_name: AxisName | None = None
+    update_fn: None = None, *, axis_name: AxisName | None = None
 ) -> Callable[[Callable[P, R]], Callable[Concatenate[Flag, P], R]]: ...
 def cond_update(
-    update_fn: Callable[..., PyTree] | None = None,
-    *,
-    skip: Skip = "select",
-    axis_name: AxisName | None = None,
+    update_fn: Callable[..., PyTree] | None = None, *, axis_name: AxisName | None = None
 ) -> Callable[..., PyTree]:
     """Makes an update function run only when the gradients are finite.
 
@@ -373,8 +327,7 @@ def cond_update(
     Args:
         update_fn: The function, for example `(params, state, grads) -> params, state`.
             Leave it out to use `cond_update` as a decorator with arguments.
-        skip: This and `axis_name` are as in `optimizer_update`.
-        axis_name: Mesh axes over which to decide together.
+        axis_name: As in `optimizer_update`.
 
     Raises:
         ValueError: If a result does not have the structure and shapes of the argument
@@ -388,7 +341,7 @@ def cond_update(
         Array([1., 1.], dtype=float32)
     """
     if update_fn is None:
-        return functools.partial(cond_update, skip=skip, axis_name=axis_name)
+        return functools.partial(cond_update, axis_name=axis_name)
 
     @functools.wraps(update_fn)
     def wrapper(grads_finite: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -405,8 +358,111 @@ def cond_update(
             after = update_fn(*before, *args[count:], **kwargs)
             return after if several else (after,)
 
-        after = _skip(skip, step, args[:count], grads_finite, axis_name)
+        after = _skip("select", step, args[:count], grads_finite, axis_name)
         return after if several else after[0]
 
     hide_signature(wrapper)  # the flag comes first
     return wrapper
+
+
+# --- checks of optax optimizers ---------------------------------------------------------
+
+
+def check_transformation(optimizer: object, expected: str, hint: str = "") -> None:
+    """Raises if `optimizer` is no optax transformation: a dict has an `update`, too."""
+    is_one = callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")
+    if not is_one:
+        given = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(f"{expected}, but {given.__name__} was given.{hint}")
+
+
+def check_extra_args(
+    extra: Mapping[str, object], state: PyTree, *, is_compressed: bool = False
+) -> None:
+    """Raises for arguments that the optimizer is known not to take.
+
+    Most optax transformations accept anything and ignore what they do not know.
+    """
+    known = {*OPTAX_ARGS}
+    if "grad_scale" in extra and (is_compressed or _holds(state, "mpx_is_compressed")):
+        known.add("grad_scale")
+    hints = {
+        "finite": "Pass it as `grads_finite`.",
+        "grad_scale": "Only the compressed optimizers such as `mpx.optim.flash_adamw` take "
+        "it. Multiply the gradients, or let `mpx.value_and_grad` unscale them.",
+    }
+    for name in [name for name in extra if name not in known]:
+        close = difflib.get_close_matches(name, (*OPTAX_ARGS, "grad_scale"), cutoff=0.8)
+        if close or is_compressed or name in hints:
+            hint = f"Did you mean `{close[0]}`?" if close else "It takes `grad_scale`."
+            hint = hints.get(name, hint)
+            raise TypeError(
+                f"The optimizer does not take the argument `{name}`. {hint}"
+            )
+
+
+def _holds(state: PyTree, mark: str) -> bool:
+    """Returns whether a node of an optimizer state is of a class with this mark."""
+
+    def marked(node: object) -> bool:
+        return getattr(type(node), mark, False) is True
+
+    return any(map(marked, jax.tree.leaves(state, is_leaf=marked)))
+
+
+def warn_of_lost_updates(params: PyTree, grads: PyTree, state: PyTree) -> None:
+    """Warns if 16-bit parameters are updated without master weights."""
+    trained = {name for name, grad in named_leaves(grads) if is_floating(grad)}
+    lost = [
+        (name, dtype_of(leaf))
+        for name, leaf in named_leaves(params)
+        if name in trained and is_floating(leaf) and dtype_of(leaf).itemsize == 2
+    ]
+    if not lost or _holds(state, "mpx_holds_masters"):
+        return
+    name, dtype = lost[0]
+    lost_below = "0.2 %" if dtype == jnp.bfloat16 else "0.02 %"
+    warn(
+        f"`{name}` is stored in {dtype}, and the optimizer keeps no master weights: an "
+        f"update of less than {lost_below} of a weight is rounded away, and training may "
+        "stand still. Store the parameters in f32 and let a policy or `mpx.amp` cast "
+        "them, wrap the optimizer as `mpx.optim.master_weights(optimizer)`, or use "
+        "`mpx.optim.flash_adamw`."
+    )
+
+
+def transforms_after() -> list[str]:
+    """Returns the names of the transformations that a chain applies after the caller.
+
+    Optax does not tell a transformation its place. But the loop of a chain is on the stack
+    while a member is called or traced, at any depth: the variables of the `update_fn` of
+    `optax.chain` and `optax.named_chain` hold the members, and the states of those that
+    are done. If optax writes its loops differently, nothing is found or refused.
+    """
+    names: list[str] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
+        loop: Mapping[str, PyTree] = frame.f_locals
+        done = loop.get("new_state") if of_optax else None
+        if frame.f_code.co_name == "update_fn" and isinstance(done, list | dict):
+            updates = loop.get("update_fns", ())
+            if "transforms" in loop:
+                updates = [transform.update for _, transform in loop["transforms"]]
+            names += [_name(update) for update in updates[len(done) + 1 :]]
+        frame = frame.f_back
+    return [name for name in names if name not in _HARMLESS]
+
+
+def _name(update: PyTree) -> str:
+    """Returns the name of the function that made a transformation, such as `scale`."""
+    name = getattr(update, "__qualname__", repr(update)).split(".<locals>")[0]
+    cells = getattr(update, "__closure__", None) or ()
+    inner = [
+        _name(cell.cell_contents.update)
+        for cell in cells
+        if isinstance(cell.cell_contents, optax.GradientTransformation)
+    ]
+    if not inner:
+        return name
+    return inner[0] if name == "with_extra_args_support" else f"{name}({inner[0]})"

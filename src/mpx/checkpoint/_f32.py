@@ -10,9 +10,8 @@ from jaxtyping import PyTree
 from mpx._casting._cast import widen_tree
 from mpx._jax._tree import check_same_structure, check_shape, is_floating, map_with_name
 from mpx._optim._optax import MasterWeightsState
-from mpx._optim._optimizers import Stepped
 from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
-from mpx._optim._state import FlashState, from_master, master_params
+from mpx._optim._state import FlashState, Stepped, from_master, master_params
 from mpx._quant._codecs import Quantized
 
 

@@ -29,8 +29,7 @@ class Head:
     dtype: np.dtype  # The dtype of the operands of the matmuls
     vocab_axis: int = 1  # The axis of the weight that is the vocabulary
     has_bias: bool = False  # Whether there is a bias
-    # The number of chunks, `None` for one that depends on the sizes
-    chunks: int | None = None
+    chunks: int | None = None  # `None` for a number that depends on the sizes
     soft_cap: float | None = None  # The bound c of the logits
     has_total: bool = False  # Whether the sum of the logits is computed
     precision: Any = None  # The precision of the matmuls
@@ -44,10 +43,8 @@ class Head:
         return np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
 
     def keeping(self, hidden: PyTree, weight: PyTree) -> "Head":
-        """Returns the head that keeps logits in an array like the weight, if it can.
-
-        On several devices that array may be sharded in another way than the logits are.
-        """
+        """Returns the head that keeps logits in an array like the weight, if it can."""
+        # On several devices that array may be sharded in another way than the logits are.
         if not self.may_keep or self.devices > 1:
             return self
         head = dataclasses.replace(self, kept=self.dtype)
@@ -66,18 +63,14 @@ class Chunks:
         self.shards = math.gcd(head.devices, vocabulary)
         self.part = vocabulary // self.shards
         is_known = isinstance(tokens, int)  # else it is the size of an exported program
-        if head.chunks is not None:
-            self.size = -(
-                -self.part // head.chunks
-            )  # the width of the share of a chunk
-        else:
-            count = FEWEST
+        count, multiple = head.chunks, 1
+        if count is None:
+            count, multiple = FEWEST, max(1, _MULTIPLE // self.shards)
             if is_known:
                 count = -(-tokens * vocabulary // (CHUNK * head.devices))
                 count = max(count, FEWEST if head.devices > 1 else 1)
-            multiple = max(1, _MULTIPLE // self.shards)
-            size = -(-self.part // (count * multiple)) * multiple
-            self.size = min(size, self.part)
+        # The width of the share of a chunk
+        self.size = min(-(-self.part // (count * multiple)) * multiple, self.part)
         self.count = -(-self.part // self.size)
         # The number of tokens whose logits are kept, of which one word holds several.
         self.kept = self.words = 0
@@ -99,10 +92,9 @@ class Chunks:
         """Returns an array with one chunk replaced."""
         if self.shards == 1:
             return lax.dynamic_update_slice_in_dim(x, chunk, start, axis)
-        new = self._parts(chunk, axis)
-        return lax.dynamic_update_slice_in_dim(
-            self._parts(x, axis), new, start, axis + 1
-        ).reshape(x.shape)
+        parts, new = self._parts(x, axis), self._parts(chunk, axis)
+        parts = lax.dynamic_update_slice_in_dim(parts, new, start, axis + 1)
+        return parts.reshape(x.shape)
 
     def _parts(self, x: Array, axis: int) -> Array:
         shape = (*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
@@ -115,25 +107,20 @@ class Chunks:
         return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
 
     def over(
-        self,
-        step: Callable[..., tuple[PyTree, PyTree]],
-        carry: PyTree,
-        xs: PyTree = None,
+        self, step: Callable[..., PyTree], carry: PyTree, xs: PyTree = None
     ) -> tuple[PyTree, PyTree]:
         """Runs `step(carry, x, start, size)` for each chunk; the last one may be smaller."""
         whole, rest = divmod(self.part, self.size)
-        outs = []
-        if whole:
-            starts = jnp.arange(whole, dtype=jnp.int32) * self.size
-            loop = lambda carry, x: step(carry, x[1], x[0], self.size)  # noqa: E731
-            given = jax.tree.map(lambda x: x[:whole], xs)
-            carry, ys = lax.scan(loop, carry, (starts, given))
-            outs.append(ys)
-        if rest:
-            x = jax.tree.map(lambda x: x[whole], xs)
-            carry, y = step(carry, x, whole * self.size, rest)
-            outs.append(jax.tree.map(lambda y: y[None], y))
-        return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *outs)
+        starts = jnp.arange(whole, dtype=jnp.int32) * self.size
+        loop = lambda carry, x: step(carry, x[1], x[0], self.size)  # noqa: E731
+        given = jax.tree.map(lambda x: x[:whole], xs)
+        carry, ys = lax.scan(loop, carry, (starts, given))
+        if not rest:
+            return carry, ys
+        last = jax.tree.map(lambda x: x[whole], xs)
+        carry, y = step(carry, last, whole * self.size, rest)
+        join = lambda ys, y: jnp.concatenate([ys, y[None]])  # noqa: E731
+        return carry, jax.tree.map(join, ys, y)
 
 
 class Operands(NamedTuple):
@@ -142,31 +129,19 @@ class Operands(NamedTuple):
     hidden: PyTree  # Hidden states (..., features)
     weight: PyTree  # The weight (features, vocabulary) or (vocabulary, features)
     bias: PyTree  # The bias (vocabulary), or `None`
-    # Labels (...). One outside the vocabulary chooses 0.
-    labels: PyTree
-
-
-class Kept(NamedTuple):
-    """Logits that wait for the backward pass."""
-
-    room: PyTree  # An array of the type of the weight, with logits minus `shifts`
-    shifts: PyTree  # The largest logit of each token up to each chunk (chunks, tokens)
+    labels: PyTree  # Labels (...). One outside the vocabulary chooses 0.
 
 
 def _dot(
     head: Head, a: Array, b: Array, axes: tuple[Sequence[int], Sequence[int]]
 ) -> Array:
     """Multiplies operands of the compute dtype, summed over some axes in f32."""
-
-    def product(a: Array, b: Array) -> Array:
-        return lax.dot_general(
-            a,
-            b,
-            (axes, ((), ())),
-            precision=head.precision,
-            preferred_element_type=head.wide,
-        )
-
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=(axes, ((), ())),
+        precision=head.precision,
+        preferred_element_type=head.wide,
+    )
     if head.dtype == head.wide:
         return product(a, b)
     # XLA has no such matmul on CPUs for all shapes. The products are the same.
@@ -209,11 +184,11 @@ def _finite(shift: Array) -> Array:
 # --- Forward --------------------------------------------------------------------------
 
 
-def statistics(
-    head: Head, operands: Operands, *, remat: bool = False
-) -> tuple[list[Array], Kept | None]:
-    """Returns logsumexp, chosen logit and perhaps total of each token; kept logits.
+def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[Array]:
+    """Returns logsumexp, chosen logit and perhaps total of each token.
 
+    If logits are kept, it also returns an array of the type of the weight that holds them
+    minus their shifts; and these, the largest logit of each token up to each chunk.
     With `remat`, a derivative by JAX computes the logits of each chunk again.
     """
     hidden, weight, _, labels = operands
@@ -244,7 +219,7 @@ def statistics(
     lowest = _filled(hidden, tokens, wide, -jnp.inf)
     (highest, sums, room), shifts = chunks.over(step, (lowest, zeros, room))
     found = [jnp.log(sums[0]) + _finite(highest), *sums[1:]]
-    return found, None if room is None else Kept(room, shifts)
+    return found if room is None else [*found, room, shifts]
 
 
 def _place(
@@ -283,15 +258,15 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     logsumexp: Array,
     cotangents: Sequence[Array],
     *,
-    kept: Kept | None,
+    kept: Sequence[Array],
     wrt: Sequence[int],
 ) -> list[Array]:
-    """Returns the gradients of some operands, in the dtypes of these.
+    """Returns the gradients of the operands `wrt`, in the dtypes of these.
 
-    `wrt` has 0 for the hidden states, 1 for the weight, 2 for the bias.
+    `kept` is what `statistics` returned of kept logits.
     """
     hidden, weight, bias, labels = operands
-    if kept is not None:
+    if kept:
         hidden, labels, logsumexp, *cotangents = (
             x.reshape(-1, *x.shape[hidden.ndim - 1 :])
             for x in (hidden, labels, logsumexp, *cotangents)
@@ -309,7 +284,7 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
         part, some = _parts(head, chunks, operands, start, size)
         again = low[chunks.kept :]
         logits = [_logits(head, again, part, some)] if again.size else []
-        if kept is not None:
+        if kept:
             stored = _stored(head, chunks, carry[1], start, size)
             logits = [stored + shifts[:, None], *logits]
         z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
@@ -337,23 +312,18 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     types = [(hidden.shape, head.wide)]
     types += [(x.shape, x.dtype) for x in (weight, bias) if x is not None]
     carry = {i: _filled(hidden, *types[i]) for i in wrt}
-    room = {} if kept is None else {1: kept.room}
-    shifts = None if kept is None else kept.shifts
-    found, _ = chunks.over(step, carry | room, shifts)
+    room, shifts = kept or (None, None)
+    found, _ = chunks.over(step, carry if room is None else carry | {1: room}, shifts)
     if 0 in wrt:
         found[0] = (found[0] / unit).astype(hidden.dtype).reshape(operands.hidden.shape)
     return [found[i] for i in wrt]
 
 
 def _unit(head: Head, cotangents: Sequence[Array]) -> Array | float:
-    """Returns a power of two that brings cotangents into the range of f16.
-
-    In bf16, whose range is that of f32, it is 1.
-    """
+    """Returns a power of two that brings cotangents into the range of f16; else 1."""
     if head.dtype != np.float16:
         return 1.0
-    highest = functools.reduce(
-        jnp.maximum, [jnp.max(jnp.abs(x), initial=0.0) for x in cotangents]
-    )
+    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in cotangents]
+    highest = functools.reduce(jnp.maximum, largest)
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(highest), highest, 1.0))
     return jnp.ldexp(jnp.float32(1), jnp.clip(14 - exponent, -100, 100))

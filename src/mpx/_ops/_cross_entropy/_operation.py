@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -12,6 +11,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from mpx._jax._arguments import as_count, check_choice, check_value
 from mpx._jax._compat import default_matmul_precision, has_explicit_axes
 from mpx._jax._private import private
 from mpx._ops._cross_entropy._chunks import Head, Operands, statistics
@@ -40,16 +40,14 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
 
         (1 - s) · (logsumexp(z) - z[y]) + s · (logsumexp(z) - mean(z)) + z_loss · logsumexp(z)²
 
-    where s is `label_smoothing`.
+    where s is `label_smoothing`. Matmuls run in the dtype that both operands promote to;
+    under `mpx.amp` in its compute dtype, unless `keep` selects the weight.
 
-    Matmuls run in the dtype that both operands promote to. Under `mpx.amp` they run in its
-    compute dtype, unless `keep` selects the weight.
-
-    It has derivatives of any order, in forward and reverse mode, and works under `jit`,
-    `vmap`, `scan` and `shard_map`. Under `jit`, tokens and vocabulary may be sharded in any
-    way, and devices send each other no logits. On one device, logits wait for the backward
-    pass in memory that the gradient of `weight` will fill. A `scan` that is differentiated
-    as a whole would hold such an array for each step: wrap its body in `jax.checkpoint`.
+    It has derivatives of any order and works under all transformations. Under `jit`, tokens
+    and vocabulary may be sharded in any way, and devices send each other no logits. On one
+    device, logits wait for the backward pass in memory that the gradient of `weight` will
+    fill. A `scan` that is differentiated as a whole would hold such an array for each step:
+    wrap its body in `jax.checkpoint`.
 
     Args:
         hidden: The last hidden states (..., features).
@@ -58,9 +56,8 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         labels: Integer labels (...). A label outside the vocabulary makes the loss of its
             token nan.
         bias: The bias (vocabulary). Entries of -inf exclude words.
-        weights: The weight of each token (...): floats, or booleans for a mask. A token of
-            weight 0 contributes nothing, whatever its label and hidden state are: pass
-            `weights=labels != -100` for labels of torch.
+        weights: The weight of each token (...), or a mask. A token of weight 0 contributes
+            nothing, whatever its label is: pass `weights=labels != -100` for torch's.
         label_smoothing: The part of each label that is spread over the vocabulary.
         z_loss: The factor of the squared logsumexp.
         soft_cap: Bounds the logits: each z becomes `soft_cap * tanh(z / soft_cap)`.
@@ -71,8 +68,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
             and `eqx.nn.Linear`, 1 for the kernels of Flax and Haiku.
         axis_name: The mesh axis over which `weight` and `bias` are split along the
             vocabulary, inside `jax.shard_map`. Labels count through all parts.
-        chunks: The number of parts of the vocabulary. By default a chunk has at most 2²⁶
-            logits for each device.
+        chunks: The number of parts of the vocabulary; by default of 2²⁶ logits a device.
 
     Raises:
         ValueError: If shapes do not fit, or an option has an unknown value.
@@ -86,13 +82,19 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     operands = Operands(
         *(None if x is None else jnp.asarray(x) for x in (hidden, weight, bias, labels))
     )
-    for problem in _wrong_values(operands, vocab_axis, soft_cap, reduction, chunks):
-        raise ValueError(problem)
-    for problem in _wrong_dtypes(operands):
-        raise TypeError(problem)
+    check_choice(vocab_axis, "vocab_axis", (0, 1, -1, -2))
+    check_choice(reduction, "reduction", ("mean", "sum", "none"))
+    if soft_cap is not None:
+        check_value(soft_cap > 0, "soft_cap", "positive", soft_cap)
+    if chunks is not None:
+        chunks = as_count(chunks, "chunks", at_least=1)
+    _check(operands, vocab_axis % 2)
+    dtypes = {operands.hidden.dtype, operands.weight.dtype}
+    # JAX may be told not to promote dtypes.
+    wide = np.dtype(np.float64 if np.float64 in dtypes else np.float32)
     has_total = not (isinstance(label_smoothing, int | float) and label_smoothing == 0)
     head = Head(
-        dtype=_common_dtype(operands.hidden.dtype, operands.weight.dtype),
+        dtype=wide if len(dtypes) > 1 else operands.weight.dtype,
         vocab_axis=vocab_axis % 2,
         has_bias=bias is not None,
         chunks=chunks,
@@ -111,7 +113,10 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         places = jnp.where(is_valid, places - first, -1)
     logsumexp, chosen, *total = _statistics(head, operands._replace(labels=places))
     if axis_name is not None:
-        logsumexp = _logsumexp(logsumexp, axis_name)
+        highest = lax.pmax(lax.stop_gradient(logsumexp), axis_name)
+        highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+        parts = lax.psum(jnp.exp(logsumexp - highest), axis_name)
+        logsumexp = highest + jnp.log(parts)
         chosen, *total = (lax.psum(x, axis_name) for x in (chosen, *total))
     losses = logsumexp - chosen
     for x in total:
@@ -122,16 +127,9 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     return _reduced(losses, is_valid, weights, reduction)
 
 
-def _common_dtype(*dtypes: np.dtype) -> np.dtype:
-    """Returns the dtype that holds others, also where JAX may not promote them."""
-    if len({*dtypes}) == 1:
-        return dtypes[0]
-    return np.dtype(np.float64 if np.float64 in dtypes else np.float32)
-
-
 def _statistics(head: Head, operands: Operands) -> list[Array]:
     if private("cross_entropy") is None:
-        return statistics(head, operands, remat=True)[0]
+        return statistics(head, operands, remat=True)
     from mpx._ops._cross_entropy._primitive import bind_statistics
 
     call: PyTree = functools.partial(bind_statistics, head)
@@ -140,13 +138,6 @@ def _statistics(head: Head, operands: Operands) -> list[Array]:
         like = jax.typeof(operands.labels).sharding
         call = jax.sharding.auto_axes(call, out_sharding=like)
     return call(operands)
-
-
-def _logsumexp(x: Array, axis_name: str) -> Array:
-    """Returns the logsumexp over devices of what each device has."""
-    highest = lax.pmax(lax.stop_gradient(x), axis_name)
-    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    return highest + jnp.log(lax.psum(jnp.exp(x - highest), axis_name))
 
 
 def _reduced(
@@ -181,52 +172,35 @@ def _devices() -> int:
     return math.prod(n for name, n in mesh.shape.items() if name not in manual)
 
 
-def _wrong_dtypes(operands: Operands) -> Iterator[str]:
+def _check(operands: Operands, vocab_axis: int) -> None:
+    """Raises unless the operands have the dtypes and shapes of a head."""
     if not jnp.issubdtype(operands.labels.dtype, jnp.integer):
-        yield (
+        raise TypeError(
             f"`labels` must be integers, but they are {operands.labels.dtype}. For "
             "probabilities as labels, compute the logits."
         )
     for name, x in zip(("hidden", "weight", "bias"), operands, strict=False):
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
-            yield f"`{name}` must be floating, but it is {x.dtype}."
-
-
-def _wrong_values(
-    operands: Operands,
-    vocab_axis: int,
-    soft_cap: float | None,
-    reduction: str,
-    chunks: int | None,
-) -> Iterator[str]:
+            raise TypeError(f"`{name}` must be floating, but it is {x.dtype}.")
     hidden, weight, bias, labels = map(np.shape, operands)
-    if vocab_axis not in (-2, -1, 0, 1):
-        yield f"`vocab_axis` must be 0 or 1, but it is {vocab_axis!r}."
     if len(weight) != 2:
-        yield (
-            f"`weight` must have two axes, features and vocabulary, but its shape is "
-            f"{weight}."
+        raise ValueError(
+            f"`weight` must have two axes, features and vocabulary, but it has {weight}."
         )
-    vocabulary, features = weight[vocab_axis], weight[1 - vocab_axis % 2]
+    vocabulary, features = weight[vocab_axis], weight[1 - vocab_axis]
     if hidden[-1:] != (features,):
-        yield (
+        raise ValueError(
             f"`hidden` {hidden} must end with the {features} features of `weight` "
-            f"{weight}, whose vocabulary is axis {vocab_axis % 2}. Pass "
-            f"`vocab_axis={1 - vocab_axis % 2}` if it is the other one."
+            f"{weight}, whose vocabulary is axis {vocab_axis}. Pass "
+            f"`vocab_axis={1 - vocab_axis}` if it is the other one."
         )
     if labels != hidden[:-1]:
-        yield (
+        raise ValueError(
             f"`labels` {labels} must have the axes of `hidden` {hidden} but the last: "
             "one label for each token."
         )
     if operands.bias is not None and bias != (vocabulary,):
-        yield (
+        raise ValueError(
             f"`bias` must have the shape ({vocabulary},), one number for each entry of "
             f"the vocabulary, but its shape is {bias}."
         )
-    if reduction not in ("mean", "sum", "none"):
-        yield f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.'
-    if soft_cap is not None and not soft_cap > 0:
-        yield f"`soft_cap` must be positive, but it is {soft_cap!r}."
-    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
-        yield f"`chunks` must be a positive integer, but it is {chunks!r}."

@@ -9,14 +9,9 @@ can be given another compute dtype by `amp`: see `Head`.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
-import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive
@@ -24,17 +19,18 @@ from mpx._jax._private import private
 from mpx._ops._cross_entropy._chunks import (
     Chunks,
     Head,
-    Kept,
     Operands,
     gradients,
     statistics,
 )
 from mpx._ops._primitives import (
+    Aval,
+    Dims,
     define,
-    function_of,
-    linearise,
+    define_derivatives,
     mapped_alike,
     run_each,
+    typed_like,
     varying_alike,
     zero_tangent,
 )
@@ -42,8 +38,6 @@ from mpx._program._queries import CROSS_ENTROPY
 
 _jax = private("cross_entropy")
 _STATISTICS, _TANGENT, _BACKWARD = CROSS_ENTROPY
-Aval = Any
-"""The type of a value: shape, dtype, sharding."""
 
 
 def bind_statistics(head: Head, operands: Operands) -> list[Array]:
@@ -63,16 +57,14 @@ def _opened(head: Head, given: Sequence[PyTree]) -> tuple[Operands, list[PyTree]
 
 
 def _statistics(*given: Array, head: Head) -> list[Array]:
-    found, kept = statistics(head, _opened(head, given)[0])
-    return [*found, *(kept or ())]
+    return statistics(head, _opened(head, given)[0])
 
 
 def _backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
     operands, (logsumexp, *rest) = _opened(head, given)
-    kept = None
-    if head.kept is not None:
-        kept, rest = Kept(*rest[:2]), rest[2:]
-    return gradients(head, operands, logsumexp, rest, kept=kept, wrt=wrt)
+    count = 0 if head.kept is None else 2
+    kept, cotangents = rest[:count], rest[count:]
+    return gradients(head, operands, logsumexp, cotangents, kept=kept, wrt=wrt)
 
 
 def _differentiable(*given: Array, head: Head) -> list[Array]:
@@ -83,27 +75,7 @@ def _differentiable(*given: Array, head: Head) -> list[Array]:
     hidden, weight, *rest = _opened(head, given)[0]
     rounded = [x.astype(head.dtype).astype(head.wide) for x in (hidden, weight)]
     wide = dataclasses.replace(head, dtype=head.wide, kept=None)
-    return statistics(wide, Operands(*rounded, *rest), remat=True)[0]
-
-
-def _function_of(
-    head: Head, given: Sequence[Array], wrt: Sequence[int]
-) -> tuple[Callable[..., list[Array]], list[Array]]:
-    """Returns the statistics as a function of some operands, and those operands."""
-    run = functools.partial(_differentiable, head=head)
-    return function_of(run, given[: 3 + head.has_bias], wrt)
-
-
-def _plain_tangent(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
-    call, chosen = _function_of(head, given, wrt)
-    return jax.jvp(call, chosen, list(given[-len(wrt) :]))[1]
-
-
-def _plain_backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Array]:
-    """Returns the gradients as a function of operands and cotangents alone."""
-    call, chosen = _function_of(head, given, wrt)
-    cotangents = list(given[-2 - head.has_total :])
-    return list(jax.vjp(call, *chosen)[1](cotangents))
+    return statistics(wide, Operands(*rounded, *rest), remat=True)
 
 
 # --- Rules ----------------------------------------------------------------------------
@@ -111,27 +83,20 @@ def _plain_backward(*given: Array, head: Head, wrt: tuple[int, ...]) -> list[Arr
 
 def _types(hidden: Aval, weight: Aval, *rest: Aval, head: Head) -> list[Aval]:
     del rest
-    tokens = _like(hidden, hidden.shape[:-1], head.wide)
+    tokens = typed_like(hidden, hidden.shape[:-1], head.wide)
     found = [tokens] * (2 + head.has_total)
     if head.kept is None:
         return found
     chunks = Chunks(head, hidden, weight)
-    return [*found, weight, _like(hidden, (chunks.count, chunks.kept), head.wide)]
+    return [*found, weight, typed_like(hidden, (chunks.count, chunks.kept), head.wide)]
 
 
-def _like(aval: Aval, shape: Sequence[int], dtype: np.dtype) -> Aval:
-    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
-
-
-def _jvp(
-    primals: Sequence[PyTree], tangents: Sequence[PyTree], *, head: Head
-) -> tuple[list[PyTree], list[PyTree]]:
+def _jvp(primals: PyTree, tangents: PyTree, *, head: Head) -> tuple[PyTree, PyTree]:
     given = _opened(head, tangents)[0]
     zeros = (type(None), _jax.Zero)
     wrt = tuple(i for i, x in enumerate(given[:3]) if not isinstance(x, zeros))
     count = 2 + head.has_total
-    wanted = count if head.kept is None else count + len(Kept._fields)
+    wanted = count if head.kept is None else count + 2
     if 1 in wrt and head.kept is None:
         head = head.keeping(*primals[:2])
     outs = statistics_p.bind(*primals, head=head)
@@ -144,10 +109,7 @@ def _jvp(
 
 
 def _batched(
-    primitive: Primitive,
-    given: Sequence[PyTree],
-    dims: Sequence[int | None],
-    **params: PyTree,
+    primitive: Primitive, given: Sequence[PyTree], dims: Dims, **params: PyTree
 ) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
     is_shared = all(d is None for d in dims[1:-1])
@@ -160,20 +122,19 @@ def _batched(
     return outs, [0] * len(outs)
 
 
-statistics_p = define(_jax, _STATISTICS, _types, _statistics)
-tangent_p = define(
+statistics_p = define(_jax, _STATISTICS, _types, _statistics, _batched)
+tangent_p, backward_p = define_derivatives(
     _jax,
-    _TANGENT,
-    lambda *avals, head, wrt: _types(*avals, head=dataclasses.replace(head, kept=None)),
-    _plain_tangent,
-)
-backward_p = define(
-    _jax,
-    _BACKWARD,
-    lambda *avals, head, wrt: [_opened(head, avals)[0][i] for i in wrt],
-    _backward,
+    (_TANGENT, _BACKWARD),
+    _differentiable,
+    count=lambda head: 3 + head.has_bias,
+    types=(
+        lambda *avals, head, wrt: _types(
+            *avals, head=dataclasses.replace(head, kept=None)
+        ),
+        lambda *avals, head, wrt: [_opened(head, avals)[0][i] for i in wrt],
+    ),
+    batched=_batched,
+    gradients=_backward,
 )
 _jax.primitive_jvps[statistics_p] = _jvp
-for _primitive in (statistics_p, tangent_p, backward_p):
-    _jax.primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
-linearise(_jax, tangent_p, backward_p, [_plain_tangent, _plain_backward])

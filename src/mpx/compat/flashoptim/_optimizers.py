@@ -13,11 +13,9 @@ from jaxtyping import Array, PyTree
 from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import dtype_of, is_floating, map_with_name, named_leaves
 from mpx._optim import _optimizers as _flash
-from mpx._optim._optimizers import Stepped
-from mpx._optim._options import Compression, ParamGroup, group_of
+from mpx._optim._options import PARAM_DTYPES, Compression, ParamGroup, group_of
 from mpx._optim._packing import PackedLeaf, Unpacked, decode_moment
-from mpx._optim._params import PARAM_DTYPES
-from mpx._optim._state import FlashState, make_state
+from mpx._optim._state import FlashState, Stepped, make_state
 from mpx._quant._codecs import Quantized
 from mpx.compat.flashoptim import quantization
 from mpx.compat.flashoptim.compression import correction_dtype, is_state, no_state

@@ -8,8 +8,7 @@ from jaxtyping import Array, PyTree
 
 from mpx._jax._arguments import check_choice
 from mpx._jax._tree import check_same_structure, check_shape, map_with_name
-from mpx._quant._codecs import UlpFraction
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block, UlpFraction
 
 _BLOCK = Block()
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from mpx._quant._codecs import Quantized, SoftsignInt8, SqrtUint8
-from mpx._quant._rounding import Block
+from mpx._quant._codecs import Block, Quantized, SoftsignInt8, SqrtUint8
 
 _BLOCK = Block()
 _F16 = np.dtype(np.float16)
@@ -47,7 +46,8 @@ def _in_groups(x: Array, group_size: int) -> Array:
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def quantize(name: str, x: Array, group_size: int) -> QuantizedArray:
     """Stores the moment `mu` or `nu` in 8 bits."""
-    codes, scales = _CODECS[name].encode(_in_groups(x, group_size), _BLOCK)
+    finite = jnp.where(jnp.isfinite(x), x, 0.0)
+    codes, scales = _CODECS[name].encode(_in_groups(finite, group_size), _BLOCK)
     codes = codes.reshape(-1)[: x.size].reshape(x.shape)
     if name == "nu":  # mpx never writes the code 0, but flashoptim-jax does, for zeros
         codes = jnp.where(x == 0, codes.dtype.type(0), codes)
