@@ -306,43 +306,11 @@ class Linen:
         return self.model.apply(variables, x, rngs=keys, mutable=["batch_stats"])
 
 
-class Haiku:
-    def __init__(self, make, wrap):
-        self.model = hk.transform_with_state(make(wrap))
-
-    def init(self, x):
-        params, state = self.model.init(jax.random.key(0), x)
-        return {"params": params, "state": state}
-
-    def apply(self, variables, x):
-        return self.model.apply(**variables, rng=jax.random.key(1), x=x)
-
-
-def haiku_function(wrap):
-    def model(x):
-        @wrap
-        def layers(x):
-            x = hk.Linear(16)(x)
-            x = hk.BatchNorm(True, True, decay_rate=0.9)(x, is_training=True)
-            return hk.Linear(8)(hk.dropout(hk.next_rng_key(), 0.5, x))
-
-        # Afterwards names and random numbers go on where they would without.
-        return hk.dropout(hk.next_rng_key(), 0.5, hk.Linear(8)(layers(x)))
-
-    return model
-
-
-def haiku_module(wrap):
-    return lambda x: wrap(hk.nets.MLP([16, 8], activation=jnp.tanh))(x)
-
-
 RUNNING = {
     "method of a compact Linen module": (Linen, linen_compact),
     "compact method": (Linen, linen_around_compact),
     "method of a Linen module with setup": (Linen, linen_setup),
     "Linen submodule": (Linen, linen_submodule),
-    "function inside hk.transform": (Haiku, haiku_function),
-    "Haiku module": (Haiku, haiku_module),
 }
 
 
@@ -396,6 +364,16 @@ def test_writing_to_a_linen_module_that_is_closed_over_is_refused():
         Model().init(jax.random.key(0), X)
     variables = {"params": {"Dense_0": {"kernel": X[:8, :4], "bias": X[0, :4]}}}
     assert jnp.shape(Model().apply(variables, X)) == (16, 4)  # nothing is written
+
+
+@pytest.mark.parametrize("wrap", [bf16, mpx.fp8], ids=["amp", "fp8"])
+def test_use_inside_a_haiku_function_is_refused(wrap):
+    model = hk.transform(lambda x: wrap(hk.nets.MLP([4, 4]))(x))
+    with pytest.raises(TypeError, match="Wrap the loss, or the `apply` of"):
+        model.init(jax.random.key(0), X)
+    whole = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([4, 4])(x)))
+    params = whole.init(jax.random.key(0), X)
+    assert jnp.shape(wrap(whole.apply)(params, X)) == (16, 4)
 
 
 def test_writing_to_an_nnx_module_that_is_closed_over_is_refused():

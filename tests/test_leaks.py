@@ -6,7 +6,6 @@ import weakref
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -256,12 +255,6 @@ def linen():
     return jax.grad(func), (model.init(jax.random.key(0), X), X)
 
 
-def haiku():
-    model = hk.transform(lambda x: bf16(hk.nets.MLP([4, 4]))(x))
-    params = model.init(jax.random.key(0), X)
-    return jax.grad(lambda p, x: jnp.sum(model.apply(p, None, x))), (params, X)
-
-
 # By what is outside: each returns a function and its arguments.
 STEPS = {
     "value_and_grad": by_policy,
@@ -282,7 +275,6 @@ STEPS = {
     "release of amp": released(bf16(widened)),
     "NNX": nnx_model,
     "Linen": linen,
-    "Haiku": haiku,
 }
 # With weight gradients in f32 only the matmuls are other ones.
 WIDE = ["scan", "remat", "vmap", "custom_jvp", "ragged_dot"]

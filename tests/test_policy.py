@@ -122,6 +122,7 @@ def test_string_uses_short_names_and_leaves_out_what_is_not_set():
 
 
 BAD_PARTS = {
+    "": "p=",
     "x=f32": "x=f32",
     "p=f32,q=bf16": "q=bf16",
     "p=": "p=",
@@ -132,7 +133,6 @@ BAD_PARTS = {
     "p=f32,,c=f16": "",
 }
 BAD_DTYPES = {
-    "": "",
     "nonsense": "nonsense",
     "f8": "f8",  # f64 for NumPy
     "p=int32": "int32",

@@ -27,10 +27,10 @@ from mpx._gradients._grad import calculate_scaled_grad as calculate_scaled_grad
 from mpx._gradients._grad import filter_grad as filter_grad
 from mpx._gradients._grad import filter_value_and_grad as filter_value_and_grad
 from mpx._gradients._grad import value_and_grad as value_and_grad
+from mpx._jax._compat import __version__ as __version__
 from mpx._jax._sharding import fsdp_shardings as fsdp_shardings
 from mpx._jax._tree import all_finite as all_finite
 from mpx._jax._tree import select_tree as select_tree
-from mpx._jax._version import __version__ as __version__
 from mpx._scaling._loss_scaling import DynamicLossScaling as DynamicLossScaling
 from mpx._scaling._loss_scaling import LossScaling as LossScaling
 from mpx._scaling._loss_scaling import NoLossScaling as NoLossScaling

@@ -1,7 +1,7 @@
 """Calls of a user's function through a visitor, whatever framework holds its parameters.
 
 The function is traced as a pure one of its arrays, which may be inside modules: those of
-NNX, Linen and Haiku have their variables taken out before and written back after. Neither
+NNX and Linen have their variables taken out before and written back after. Neither
 library is imported here: if it is not loaded, none of its models can be running.
 """
 
@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from mpx._amp._emit import Autocast
 from mpx._amp._facts import F32, current_recording, is_low
 from mpx._casting._context import argument_names, refuse_cast_arguments
-from mpx._casting._keep import is_state, run_in_scopes
+from mpx._casting._keep import calls_marked, is_state
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_count
 from mpx._jax._compat import (
@@ -33,13 +33,11 @@ from mpx._jax._compat import (
 )
 from mpx._jax._frameworks import (
     Named,
-    call_haiku,
     call_linen,
-    haiku_name,
-    in_haiku,
     linen_call,
     linen_is_not_written,
     linen_name,
+    refuse_haiku,
 )
 from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
 from mpx._jax._warn import warn
@@ -135,9 +133,8 @@ def call_through(
     def pure(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
         return _call_pure(visitor, _Call(func, args, kwargs), eager, describe)
 
-    if "haiku" in sys.modules and in_haiku():
-        describe = haiku_name
-        return call_haiku(func, args, kwargs, pure)
+    if "haiku" in sys.modules:
+        refuse_haiku()
     if "flax.linen" not in sys.modules:
         return pure(func, *args, **kwargs)
     found = linen_call(func, args)
@@ -189,7 +186,7 @@ def _call_pure(
         return outs
 
     kept_types = visitor.kept_types
-    kept = run_in_scopes(kept_types) if kept_types else contextlib.nullcontext()
+    kept = calls_marked(kept_types) if kept_types else contextlib.nullcontext()
     # What a type selects is not part of the names by which programs are remembered.
     if eager is not None and nothing_is_traced() and not kept_types:
         # The function is traced anew, since what it closes over may have changed; but
@@ -202,7 +199,7 @@ def _call_pure(
     if (recording := current_recording()) is not None:
         recording.name(named, arrays)
     is_owner = any([is_param for _, is_param in named])
-    has_params = is_owner or describe not in (linen_name, haiku_name)
+    has_params = is_owner or describe is not linen_name
     wide = [convert_dtype(x, F32) if i in widened else x for i, x in enumerate(arrays)]
     visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
     traced = visitor.start(Traced(body, consts, wide, named, has_params))

@@ -116,7 +116,7 @@ class Autocast(Settings):
             warn(_HIGHEST_BY_DEFAULT)
         if "highest" in self.found and "low" not in self.found:
             warn(_ALL_HIGHEST)
-        if self.dtype != np.float16 or in_gradient_function():
+        if self.dtype != np.float16 or in_gradient_function.value:
             return outs
         return [_warn_if_unscaled(out) for out in outs]
 
@@ -564,6 +564,6 @@ def _warn_if_unscaled(x: PyTree) -> PyTree:
 @_warn_if_unscaled.defjvp
 def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
     is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
-    if is_trained and not in_gradient_function():
+    if is_trained and not in_gradient_function.value:
         warn(_UNSCALED)
     return _warn_if_unscaled(*primals), tangents[0]

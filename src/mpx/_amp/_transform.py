@@ -110,8 +110,7 @@ def amp(
     into jit, scan, while, cond, remat, custom derivatives and shard_map.
 
     NNX modules among the arguments, or as the function, are updated in place, as without
-    `amp`. So are the variables of a Linen module, if one of its methods is the function,
-    and those of Haiku inside `hk.transform`.
+    `amp`. So are the variables of a Linen module, if one of its methods is the function.
 
     Args:
         func: The function. Leave it out to use `amp` as a decorator with arguments.

@@ -13,15 +13,8 @@ from jaxtyping import PyTree
 
 from mpx._casting._context import half_precision_datatype
 from mpx._casting._select import Matcher, Selectors, parse_selectors
+from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32, parse_float_dtype
-from mpx._jax._nnx import (
-    copy,
-    is_nnx,
-    is_variable_of_state,
-    map_variables,
-    put_back,
-    take_out,
-)
 from mpx._jax._tree import (
     LeafName,
     cast_leaf,
@@ -50,7 +43,7 @@ def map_floating(
     fn: Callable[[LeafName, PyTree], PyTree], tree: PyTree, argument: str = ""
 ) -> PyTree:
     """Maps the floating leaves of a pytree, and of the NNX objects in it."""
-    plain, objects = take_out(tree, argument)
+    plain, objects = _nnx.take_out(tree, argument)
     plain = map_with_name(
         lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
         plain,
@@ -59,9 +52,9 @@ def map_floating(
     )
     if not objects:
         return plain
-    fresh = copy(objects)
-    map_variables(fresh, fn)
-    return put_back(plain, fresh)
+    fresh = _nnx.copy(objects)
+    _nnx.map_variables(fresh, fn)
+    return _nnx.put_back(plain, fresh)
 
 
 def cast_tree(
@@ -69,11 +62,11 @@ def cast_tree(
 ) -> PyTree:
     """Casts the floating arrays of a pytree and leaves everything else alone.
 
-    Every real floating array of at least 16 bits is cast: of JAX, of NumPy, or a
-    `ShapeDtypeStruct`. Everything else comes back as it is (integers, complex numbers, PRNG
-    keys, float8 values, Python numbers, functions), so a whole training state can be
-    passed. Loss scalings keep their f32. The parameters of an NNX module are cast in a
-    copy; its other variables, such as the statistics of BatchNorm, are only widened.
+    Real floating arrays of at least 16 bits are cast: of JAX, of NumPy, or
+    `ShapeDtypeStruct`s. Everything else, such as integers, complex numbers, PRNG keys, float8
+    values and Python numbers, comes back as it is, so a whole training state can be passed.
+    Loss scalings keep their f32. The parameters of an NNX module are cast in a copy; its
+    other variables, such as the statistics of BatchNorm, are only widened.
 
     A value is rounded to the nearest representable one: the relative error is at most
     half an ulp (2⁻⁸ for bf16, 2⁻¹¹ for f16) in the normal range of `dtype`; from 65520
@@ -99,7 +92,7 @@ def cast_tree(
     def cast(name: LeafName, leaf: PyTree) -> PyTree:
         if where is not None and selected.find(name, leaf) is None:
             return leaf
-        if any(map(is_variable_of_state, name.types)):
+        if any(map(_nnx.is_variable_of_state, name.types)):
             return cast_state_leaf(leaf, target)
         return cast_leaf(leaf, target)
 
@@ -126,10 +119,7 @@ cast_to_full_precision = cast_to_float32
 
 
 def cast_to_float16(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to f16; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
+    """Casts the floating arrays of a pytree to f16; for arguments see `cast_to_float32`.
 
     Examples:
         >>> cast_to_float16(jnp.ones(2)).dtype
@@ -139,10 +129,7 @@ def cast_to_float16(x: PyTree) -> PyTree:
 
 
 def cast_to_bfloat16(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to bf16; see `cast_tree`.
-
-    Args:
-        x: Any pytree.
+    """Casts the floating arrays of a pytree to bf16; for arguments see `cast_to_float32`.
 
     Examples:
         >>> cast_to_bfloat16(jnp.ones(2)).dtype
@@ -152,10 +139,7 @@ def cast_to_bfloat16(x: PyTree) -> PyTree:
 
 
 def cast_to_half_precision(x: PyTree) -> PyTree:
-    """Casts the floating arrays of a pytree to the configured half precision.
-
-    Args:
-        x: Any pytree.
+    """Casts to the configured half precision; for arguments see `cast_to_float32`.
 
     Examples:
         >>> cast_to_half_precision(jnp.ones(2)).dtype
@@ -171,9 +155,6 @@ def cast_like(tree: PyTree, reference: PyTree) -> PyTree:
         tree: The pytree to cast.
         reference: A pytree of the same structure. Where it holds no floating array the
             leaf of `tree` comes back as it is.
-
-    Raises:
-        ValueError: If the structures differ.
 
     Examples:
         >>> before = {"mean": jnp.zeros(2)}
@@ -253,9 +234,8 @@ def force_full_precision(
 ) -> Callable[..., PyTree]:
     """Runs a function in full precision, whatever the dtype of its inputs.
 
-    It is meant for the few operations that overflow or lose too much in half precision:
-    sums, means, softmax, norms. f64 inputs stay f64. Equinox `State`s and NNX objects are
-    passed on and returned as they are.
+    Use it for operations that overflow or lose too much in half precision: sums, means,
+    softmax, norms. f64 inputs stay f64. Equinox `State`s and NNX objects pass as they are.
 
     Args:
         func: The function. Leave it out to use it as a decorator with arguments.
@@ -290,17 +270,17 @@ def call_in_full_precision(
     dtypes = {dtype_of(leaf) for leaf in leaves if is_floating(leaf)}
     args, kwargs = widen_tree((args, kwargs))
     out = func(*args, **kwargs)
-    if return_dtype is None and not dtypes:
-        return out
-    if return_dtype is None:
+    if return_dtype is None and dtypes:
         with jax.numpy_dtype_promotion("standard"):
             return_dtype = np.dtype(functools.reduce(jnp.promote_types, dtypes))
-    return _cast_floats(out, lambda _: return_dtype)
+    return out if return_dtype is None else _cast_floats(out, lambda _: return_dtype)
 
 
 def is_state_node(node: object) -> bool:
     """Returns whether a node is state, or keeps its dtypes: it is handed on as it is."""
-    return isinstance(node, eqx.nn.State) or _keeps_its_dtypes(node) or is_nnx(node)
+    return (
+        isinstance(node, eqx.nn.State) or _keeps_its_dtypes(node) or _nnx.is_nnx(node)
+    )
 
 
 def widen_tree(tree: PyTree) -> PyTree:

@@ -5,7 +5,6 @@ The half precision is what "half" stands for. Like the marks it is part of the c
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import math
@@ -29,20 +28,19 @@ from mpx._jax._tree import AxisName
 # loss scale of its own, bf16.
 _half = make_jit_context(None)
 # Part of the key, too: what a derivative rule does depends on it, and JAX keeps rules.
-_in_gradient_function = make_jit_context(False)
+in_gradient_function = make_jit_context(False)
+gradient_function = functools.partial(in_gradient_function, True)
+"""Marks the code inside as a gradient that mpx takes, with a loss scaling."""
 
 
 def _parse_half(datatype: DTypeLike) -> np.dtype:
-    try:
-        dtype = parse_float_dtype(datatype)
-    except ValueError:
-        dtype = None
-    if dtype is None or dtype.itemsize != 2:
-        raise ValueError(
-            f"Half precision is float16 or bfloat16, but {datatype!r} was given. Pass "
-            '`jnp.float16`, `jnp.bfloat16`, "float16" or "bfloat16".'
-        )
-    return dtype
+    with contextlib.suppress(ValueError):
+        if (dtype := parse_float_dtype(datatype)).itemsize == 2:
+            return dtype
+    raise ValueError(
+        f"Half precision is float16 or bfloat16, but {datatype!r} was given. Pass "
+        '`jnp.float16`, `jnp.bfloat16`, "float16" or "bfloat16".'
+    )
 
 
 def set_half_precision_datatype(datatype: DTypeLike | None) -> None:
@@ -53,9 +51,6 @@ def set_half_precision_datatype(datatype: DTypeLike | None) -> None:
 
     Args:
         datatype: f16 or bf16, as a dtype or as a name; `None` restores the default.
-
-    Raises:
-        ValueError: If it is anything else.
 
     Examples:
         >>> set_half_precision_datatype("bfloat16")
@@ -87,9 +82,6 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[obj
     Args:
         datatype: f16 or bf16, as a dtype or as a name.
 
-    Raises:
-        ValueError: If it is anything else.
-
     Examples:
         >>> with half_precision("bf16"):
         ...     print(half_precision_datatype())
@@ -98,31 +90,19 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[obj
     return _half(_parse_half(datatype))
 
 
-def gradient_function() -> contextlib.AbstractContextManager[object]:
-    """Marks the code inside as a gradient that mpx takes, with a loss scaling."""
-    return _in_gradient_function(True)
-
-
-def in_gradient_function() -> bool:
-    """Returns whether the gradient that is being traced is taken by mpx."""
-    return _in_gradient_function.value
-
-
-CONSTANTS = ("BFLOAT16_MAX", "FLOAT16_MAX", "HALF_PRECISION_DATATYPE")
+CONSTANTS = {
+    "BFLOAT16_MAX": FORMATS["bf16"].max,
+    "FLOAT16_MAX": FORMATS["f16"].max,
+    "HALF_PRECISION_DATATYPE": None,
+}
 
 
 def constant(name: str) -> Array | np.dtype:
-    """Returns a constant of the paper, computed when it is read so that it is not stale.
-
-    The two maxima are f32 scalars; making them at import would start a JAX backend.
-    """
-    if name == "HALF_PRECISION_DATATYPE":
-        return half_precision_datatype()
-    if name == "FLOAT16_MAX":
-        return jnp.float32(FORMATS["f16"].max)
-    if name == "BFLOAT16_MAX":
-        return jnp.float32(FORMATS["bf16"].max)
-    raise AttributeError(f"module 'mpx' has no attribute {name!r}")
+    """Returns a constant of the paper: made at import, it would start a JAX backend."""
+    if name not in CONSTANTS:
+        raise AttributeError(f"module 'mpx' has no attribute {name!r}")
+    number = CONSTANTS[name]
+    return half_precision_datatype() if number is None else jnp.float32(number)
 
 
 # --- The dtype in which gradients are summed over devices -----------------------------
@@ -132,9 +112,14 @@ COMPUTE = "compute"
 F32 = np.dtype(np.float32)
 Reduce = np.dtype | str | None
 
-_chosen = make_jit_context(None)
+reducing_in = make_jit_context(None)
+"""What `amp` without an option of its own does in the code inside: a `Reduce`."""
 _plain = make_jit_context(False)
-_shards = make_jit_context(False)
+plain_matmuls = functools.partial(_plain, True)
+"""Makes `amp` write its matmuls as plain ones, for a transformation around it."""
+in_shards = make_jit_context(False)
+over_shards = functools.partial(in_shards, True)
+"""Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
 
 
 def parse_reduce(dtype: DTypeLike | None) -> Reduce:
@@ -144,36 +129,11 @@ def parse_reduce(dtype: DTypeLike | None) -> Reduce:
     return parse_float_dtype(dtype, "reduce_dtype")
 
 
-def reducing_in(dtype: Reduce) -> contextlib.AbstractContextManager[object]:
-    """Sets what `amp` without an option of its own does in the code inside."""
-    return _chosen(dtype)
-
-
-def chosen_reduce() -> Reduce:
-    """Returns what a gradient function around the call has chosen."""
-    return _chosen.value
-
-
-def over_shards() -> contextlib.AbstractContextManager[object]:
-    """Marks a `jax.vmap` over the shards of a batch, each on its own devices."""
-    return _shards(True)
-
-
-def in_shards() -> bool:
-    """Returns whether a `jax.vmap` around the call is one over shards."""
-    return _shards.value
-
-
-def plain_matmuls() -> contextlib.AbstractContextManager[object]:
-    """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
-    return _plain(True)
-
-
 def amp_reduce(own: Reduce) -> Reduce:
     """Returns what `amp` does, whose own option comes before that of the gradient."""
     if _plain.value:
         return COMPUTE
-    return _chosen.value if own is None else own
+    return reducing_in.value if own is None else own
 
 
 def weight_grad_dtype(choice: Reduce, weight: Array, compute: np.dtype) -> np.dtype:
@@ -276,30 +236,16 @@ def is_fp8(func: Callable[..., PyTree]) -> bool:
     return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
 
 
-_cast_to: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "cast_to", default=None
-)
-
-
-@contextlib.contextmanager
-def arguments_cast_to(dtype: np.dtype) -> Iterator[None]:
-    """Marks the time in which a function runs on arguments that a policy has cast."""
-    token = _cast_to.set(short_name(dtype) if dtype.itemsize == 2 else None)
-    try:
-        yield
-    finally:
-        _cast_to.reset(token)
+arguments_cast_to = make_jit_context(F32)
+"""Marks the time in which a function runs on arguments that a policy has cast."""
 
 
 def refuse_cast_arguments() -> None:
-    """Raises if `amp` is called where a policy has cast the arguments to 16 bits.
-
-    `amp` casts operation by operation and needs the parameters as they are.
-    """
-    if _cast_to.get() is not None:
+    """Raises if `amp` is called where a policy has cast the arguments to 16 bits."""
+    if (dtype := arguments_cast_to.value).itemsize == 2:
         raise ValueError(
             "`amp` was called inside a function whose arguments a policy casts to "
-            f"{_cast_to.get()}, so that both would round them. Put the whole loss under "
+            f"{short_name(dtype)}, so that both would round them. Put the whole loss under "
             "`amp`, `mpx.value_and_grad(mpx.amp(loss))`; or pass "
             '`policy="f32"`, so that only `amp` casts.'
         )
@@ -316,16 +262,6 @@ def take_scales(
     """Splits off the `Fp8State` that a function with delayed scaling takes first."""
     if not has_scales(func):
         return None, args
-    if any(
-        layer.args
-        for layer in _layers(func)
-        if isinstance(layer, functools.partial | eqx.Partial)
-    ):
-        raise TypeError(
-            "A `partial` has bound the first arguments of a function under `fp8` with "
-            "`DelayedScaling`, of which the first is its `Fp8State`. Pass that after the "
-            "loss scaling at each call, and bind others by keyword."
-        )
     if not args or not hasattr(args[0], "amaxes"):
         found = type(args[0]).__name__ if args else "nothing"
         raise TypeError(
@@ -344,15 +280,10 @@ def original(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def argument_names(func: Callable[..., PyTree], count: int) -> list[str]:
     """Returns the names of the positional parameters, for paths in rules and errors."""
     parameters = _parameters(func)
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    names = [item.name for item in parameters if item.kind in positional][:count]
     taken = {item.name for item in parameters}
-    for number in range(len(names), count):
-        names.append(_unused(f"arg{number}", taken))
-    return names
+    positional = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
+    names = [item.name for item in parameters if item.kind.name in positional][:count]
+    return names + [_unused(f"arg{i}", taken) for i in range(len(names), count)]
 
 
 def _parameters(func: Callable[..., PyTree]) -> list[inspect.Parameter]:

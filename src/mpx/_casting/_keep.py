@@ -36,10 +36,7 @@ def is_statistic(name: str) -> bool:
 
 
 def is_state(name: LeafName) -> bool:
-    """Returns whether a leaf belongs to running statistics or other state.
-
-    Rounded to half precision, an average that moves by less than half an ulp stands still.
-    """
+    """Returns whether a leaf belongs to running statistics, which 16 bits would stop."""
     return is_statistic(f"{name}/") or any(
         issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
         for kind in name.types
@@ -86,10 +83,11 @@ class Keep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Lets modules of the kept types run as by `force_full_precision` inside."""
-        types = (*self._selected.types, *self._always)
+        chosen = [x for x in self._selected.selectors if isinstance(x, type)]
+        types = (*chosen, *self._always)
         outer, token = _called.get(set[type]()), _called.set(self._called)
         try:
-            with _calls_replaced(types, _in_f32):
+            with calls_marked(types, _in_f32):
                 yield
         finally:
             _called.reset(token)
@@ -134,13 +132,9 @@ _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictiona
 _called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
 
 
-def run_in_scopes(types: tuple[type, ...]) -> contextlib.AbstractContextManager[None]:
-    """Lets callables of these types run in a named scope that `amp` and `fp8` know."""
-    return _calls_replaced(types, _in_scope)
-
-
 @contextlib.contextmanager
-def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
+def calls_marked(types: tuple[type, ...], mark: Any = _in_scope) -> Iterator[None]:
+    """Lets callables of these types run in a scope for `amp` and `fp8`, or in f32."""
     classes = _with_own_calls(types)
     with _lock:
         for cls in classes:
@@ -149,7 +143,7 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
                 _own_calls[cls] = vars(cls).get("__call__")
                 _replace_call(cls)
     try:
-        with setting(types):
+        with mark(types):
             yield
     finally:
         with _lock:
@@ -165,19 +159,13 @@ def _calls_replaced(types: tuple[type, ...], setting: Any) -> Iterator[None]:
 
 def _with_own_calls(types: tuple[type, ...]) -> list[type]:
     """Returns the types that can be called, and their subclasses with other calls."""
-    found: dict[type, None] = {}
-
-    def add(cls: type) -> None:
-        for subclass in cls.__subclasses__():
-            if subclass not in found and "__call__" in vars(subclass):
-                found[subclass] = None
-            add(subclass)
-
-    for cls in types:
-        if _has_call(cls):
-            found[cls] = None
+    found, waiting = dict.fromkeys(types), [*types]
+    while waiting:
+        cls = waiting.pop()
         if cls not in (object, type) and cls.__module__ != "builtins":
-            add(cls)
+            waiting += cls.__subclasses__()
+        if "__call__" in vars(cls):
+            found[cls] = None
     return [cls for cls in found if _has_call(cls)]
 
 

@@ -49,18 +49,16 @@ class Policy:
             for paths such as `layers/0/norm/weight`, a module type, a predicate
             `(path, leaf) -> bool`, or a list of these.
 
-    Paths start inside the argument that holds a parameter: `"^head"` means the same in
-    `policy.cast_to_compute(model)` and in a loss that takes the model as an argument of
-    any name. An argument that is an array is kept by an expression for its whole name.
-    Modules of a kept type *run* in f32, in the gradient functions and in `cast_function`:
-    inputs are widened, and results come back in the widest dtype among the floating
-    inputs. The parameters of Flax Linen and Haiku are in dictionaries: keep those by their
-    paths. In a gradient function a string or type that selects nothing is an error.
+    Paths start inside the argument that holds a parameter. An argument that is an array is
+    kept by an expression for its whole name. Modules of a kept type *run* in f32, in the
+    gradient functions and in `cast_function`: inputs are widened, and results come back in
+    the widest dtype among the floating inputs. Keep the parameters of Flax Linen and Haiku,
+    which are in dictionaries, by their paths. In a gradient function a string or type that
+    selects nothing is an error.
 
     Running statistics are always kept: `eqx.nn.State`, `batch_stats` of Flax Linen, NNX
-    variables other than parameters, and the layers `eqx.nn.BatchNorm`,
-    `eqx.nn.SpectralNorm`, `nnx.BatchNorm`, `nnx.SpectralNorm` and `nnx.WeightNorm`. The
-    norms of Haiku run in f32, too, as those of Equinox and Flax do by themselves.
+    variables other than parameters, the layers `eqx.nn.BatchNorm`, `eqx.nn.SpectralNorm`,
+    `nnx.BatchNorm`, `nnx.SpectralNorm` and `nnx.WeightNorm`, and the norms of Haiku.
 
     Examples:
         >>> import equinox as eqx
@@ -89,12 +87,7 @@ class Policy:
         reduce_dtype: DTypeLike | None = None,
         keep: Selectors = (),
     ) -> None:
-        """Checks and stores the dtypes; see the class.
-
-        Raises:
-            ValueError: If a dtype is not floating with at least 16 bits.
-            TypeError: If `keep` holds anything but selectors.
-        """
+        """Checks and stores the dtypes; see the class."""
         name = param_dtype if isinstance(param_dtype, str) else ""
         if "=" in name or name.strip() in PRECISIONS:
             raise ValueError(
@@ -153,10 +146,7 @@ class Policy:
         Its arguments are cast to `compute_dtype`, except what `keep` names; kept modules
         run in f32; its results are cast to `output_dtype`. NNX modules are given to it as
         copies, so that what it changes in them is lost. A function under `amp` gets its
-        arguments as they are.
-
-        Raises:
-            ValueError: If `func` is under `amp` and the policy computes in another dtype.
+        arguments as they are; the policy must compute in the same dtype.
         """
 
         @functools.wraps(func)
@@ -234,9 +224,8 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
     follows the parameters and output follows compute; a single dtype sets all three.
     `half` is the configured half precision, `full` is f32.
 
-    The names of other frameworks are understood: `"bf16-mixed"`, `"mixed_bfloat16"`,
-    `"16-mixed"` and `"mixed_float16"` store f32 and compute in 16 bits, `"bf16-true"` and
-    `"16-true"` are 16 bits throughout.
+    Other frameworks' `"bf16-mixed"`, `"mixed_bfloat16"`, `"16-mixed"` and `"mixed_float16"`
+    store f32 and compute in 16 bits, `"bf16-true"` and `"16-true"` are 16 bits throughout.
 
     Args:
         policy: The description; `str` of a policy gives it back. A policy comes back
@@ -245,7 +234,6 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
 
     Raises:
         ValueError: If a key or a dtype is unknown; the message names it.
-        TypeError: If it is neither a string nor a policy, or a policy with `keep`.
 
     Examples:
         >>> policy = get_policy("p=f32, c=bf16, o=f32")
@@ -267,18 +255,9 @@ def get_policy(policy: Policy | str, *, keep: Selectors = ()) -> Policy:
             f"but {policy!r} was given."
         )
     text = policy.strip()
-    if text in PRECISIONS:
-        param, compute = PRECISIONS[text]
-        return Policy(param, compute, param, keep=keep)
     if "=" not in text:
-        dtype = _policy_dtype(text, policy)
-        param = half_precision_datatype() if dtype is None else dtype
-        return Policy(param, dtype, param, keep=keep)
-    return Policy(**_parse_parts(text, policy), keep=keep)
-
-
-def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
-    """Returns the dtypes of a description of the form `key=dtype,key=dtype`."""
+        param, compute = PRECISIONS.get(text, (text, text))
+        text = f"p={param},c={compute},o={param}"
     options: dict[str, PyTree] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
@@ -300,15 +279,13 @@ def _parse_parts(text: str, policy: str) -> dict[str, PyTree]:
     for name, dtype in options.items():
         if dtype is None and name != "compute_dtype":
             options[name] = half_precision_datatype()
-    return options
+    return Policy(**options, keep=keep)
 
 
 def _policy_dtype(name: str, policy: str) -> np.dtype | None:
     """Returns the dtype, or `None` for "half", which a policy looks up when used."""
-    if name == "half":
-        return None
     try:
-        return parse_float_dtype(name)
+        return None if name == "half" else parse_float_dtype(name)
     except ValueError:
         raise ValueError(
             f"Unknown dtype {name!r} in the policy {policy!r}. Use f16, bf16, f32, f64, "

@@ -1,15 +1,10 @@
 """Selectors: one way to name layers, parameters and operations.
 
-A selector is a regular expression, a type or a predicate `(path, leaf) -> bool`.
-
-- An expression is searched in the path of a parameter, such as `layers/0/norm/weight`, and
-  in `amp` and `fp8` also in the path of `jax.named_scope`s around an operation. The path
-  starts inside the argument that holds the parameter. An argument that is an array by
-  itself has no path: the expression must match the whole name of the argument.
-- A type such as `eqx.nn.LayerNorm` selects everything that nodes of this type hold and,
-  where functions run, what their `__call__` computes.
-
-An expression or a type that selects nothing is an error that lists near names.
+A selector is a predicate `(path, leaf) -> bool`; a type, which selects what its nodes hold
+and, where functions run, what their `__call__` computes; or a regular expression. That is
+searched in the path of a parameter inside its argument, such as `layers/0/norm/weight`, and in
+`amp` and `fp8` also in the path of `jax.named_scope`s. An argument that is an array has no
+path: its whole name must match. An expression or type that selects nothing is an error.
 """
 
 import difflib
@@ -96,33 +91,27 @@ class Matcher:
         self.kinds = dict[type, None]()  # of the nodes around the leaves asked about
         self._idle = [s for s in selectors if isinstance(s, str | type)]
 
-    @property
-    def types(self) -> tuple[type, ...]:
-        """The selectors that are types."""
-        return tuple(s for s in self.selectors if isinstance(s, type))
-
     def find(self, name: str, leaf: PyTree = None) -> Selector | None:
         """Returns the first selector that selects a leaf, or a path of named scopes."""
         if not self.selectors:
             return None
         self._names.setdefault(getattr(name, "path", name) or name)
         self.kinds.update(dict.fromkeys(getattr(name, "types", ())))
-        found = []  # each is asked: those that select nothing are an error
-        for selector in self.selectors:
-            is_asked = leaf is not None or isinstance(selector, str | type)
-            if is_asked and matches(selector, name, leaf):
-                found.append(selector)
+        asked = self.selectors  # all of them: those that select nothing are an error
+        if leaf is None:
+            asked = [s for s in asked if isinstance(s, str | type)]
+        found = [s for s in asked if matches(s, name, leaf)]
         self._idle = [s for s in self._idle if s not in found]
         return found[0] if found else None
 
     def check(self, was_called: Callable[[type], bool] = lambda _: False) -> None:
         """Raises for strings and types that have selected nothing."""
         for selector in self._idle:
-            if isinstance(selector, str):
-                raise selects_nothing(selector, self._what, self._names)
-            if not was_called(selector):
-                kinds = [kind.__name__ for kind in self.kinds]
-                raise selects_nothing(selector, self._what, kinds)
+            names = self._names
+            if isinstance(selector, type):
+                names = [kind.__name__ for kind in self.kinds]
+            if isinstance(selector, str) or not was_called(selector):
+                raise selects_nothing(selector, self._what, names)
 
 
 def check_selectors(
@@ -146,16 +135,17 @@ def selects_nothing(selector: Selector, what: str, names: Iterable[str]) -> Valu
     wanted = re.sub(r"[^\w/.]", "", shown(selector))
     found = difflib.get_close_matches(wanted, parts, n=3)
     near = list(dict.fromkeys(parts[part] for part in found))
-    meant = (
-        "No argument holds a node of this type, and none was called. Parameters in a "
-        "dictionary, as in Linen and Haiku, are selected by their paths."
-    )
     if isinstance(selector, str):
         meant = (
             "Paths start inside the argument that holds a parameter, such as "
             "`layers/0/norm/weight`, without the name of the argument."
         )
-    elif not isinstance(selector, type):
+    elif isinstance(selector, type):
+        meant = (
+            "No argument holds a node of this type, and none was called. Parameters in a "
+            "dictionary, as in Linen and Haiku, are selected by their paths."
+        )
+    else:
         near, meant = [], "The predicate is false for all of them."
     listed = f"Near names: {', '.join(map(repr, near))}."
     if not near:

@@ -301,7 +301,7 @@ def _transpose_after_gather(
         kept = [tuple(x for x in names if x not in taken) for names in entries]
         given = NamedSharding(mesh, spec_of(kept))
         transposed = NamedSharding(mesh, spec_of(kept[leading:] + kept[:leading]))
-        return Parts(plain, (given, args[1].sharding), transposed)
+        return plain, (given, args[1].sharding), transposed
 
     def kernel(codes: Array, other: Array) -> Array:
         axes = [f"axis{i}" for i in range(codes.ndim)]

@@ -22,9 +22,9 @@ from mpx._amp._call import call_through, parse_params, trace
 from mpx._amp._facts import current_recording
 from mpx._casting._context import (
     autocast_of,
-    chosen_reduce,
     gradient_function,
     in_shards,
+    reducing_in,
     signature_after,
 )
 from mpx._casting._select import Selectors, parse_selectors
@@ -238,7 +238,7 @@ class Fp8Function(Generic[P, R]):
             chosen=self.chosen,
             matmuls=None if recording is None else recording.matmuls,
             params=self.chosen.params,
-            reduce=chosen_reduce() if autocast is None else autocast().reduce,
+            reduce=reducing_in.value if autocast is None else autocast().reduce,
             may_cast=autocast is None,
         )
 
@@ -320,7 +320,7 @@ def _warn_of_hardware() -> None:
 
 
 def _warn_of_vmap(arguments: PyTree) -> None:
-    if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards():
+    if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards.value:
         warn(
             "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "

@@ -1,7 +1,6 @@
-"""The only file that knows which JAX is installed.
+"""Versions: all that differs between those of JAX, or that JAX does not promise to keep.
 
-Whatever differs between versions of JAX, or is not covered by its stability promise, is
-reached through here. `mpx._jax._private` looks names up; what is missing has a fallback here.
+`mpx._jax._private` looks names up; what is missing has a fallback here.
 """
 
 import contextlib
@@ -10,10 +9,12 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
@@ -21,19 +22,67 @@ from mpx._jax._private import (
     ClosedJaxpr,
     Jaxpr,
     Tracer,
+    current_name_stack,
     private,
-    tracer_type,
-    unspecified_sharding,
+    user_context,
 )
 from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
 from mpx._jax._private import eval_jaxpr as eval_jaxpr
-from mpx._jax._version import version_tuple as version_tuple
 
+try:
+    __version__ = version("mpx-jax")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+source"
+
+
+def version_tuple(version: str) -> tuple[int, ...]:
+    """Returns the leading integers of a version string: `0.12.0.1` -> (0, 12, 0, 1)."""
+    parts = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+def check_version(installed: str) -> None:
+    """Rejects a JAX that is too old, and one that is wrong on aarch64 CPUs: 0.10.2."""
+    if version_tuple(installed) < (0, 10, 1) or version_tuple(installed) == (0, 10, 2):
+        raise ImportError(
+            f"mpx needs jax>=0.10.1,!=0.10.2, but jax {installed} is installed. "
+            'Run `pip install -U "jax>=0.10.1,!=0.10.2"`.'
+        )
+
+
+check_version(jax.__version__)
 # From then on Pallas takes the layouts of our grouped matmuls.
 HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
 
 # --- Tracers --------------------------------------------------------------------------
+
+_ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
+
+
+@functools.cache
+def tracer_type(transform: str) -> type:
+    """Returns the type of the values that a function sees under a transformation."""
+    seen: list[type] = []
+
+    def see(x: jax.Array) -> jax.Array:
+        seen.append(type(x))
+        return x
+
+    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
+    jax.eval_shape(calls[transform], _ARGUMENT)
+    return seen[0]
+
+
+@functools.cache
+def unspecified_sharding() -> Any:
+    """Returns what a jit equation holds for an argument without a sharding."""
+    jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
+    return jaxpr.eqns[0].params["in_shardings"][0]
 
 
 def is_tracer(x: object) -> bool:
@@ -67,7 +116,7 @@ make_jit_context = jax.make_user_context
 
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes along which a value differs between devices."""
-    if not jax.sharding.get_abstract_mesh().manual_axes or private("varying") is None:
+    if not jax.sharding.get_abstract_mesh().manual_axes:
         return frozenset()
     axis_type = getattr(aval, "manual_axis_type", None)
     return getattr(axis_type, "varying", None) or frozenset()
@@ -77,11 +126,10 @@ def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     """Marks `x` as differing between the devices of manual mesh axes.
 
     Under `jax.shard_map` the derivative with respect to a replicated value would be
-    summed over the devices. For the axis of a `vmap` nothing is tracked and `x` comes
-    back.
+    summed over the devices. For the axis of a `vmap` nothing is tracked.
     """
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    names = set(axis_names) & set(mapped) - varying_axes(jax.typeof(x))
+    mapped = {*jax.sharding.get_abstract_mesh().manual_axes}
+    names = mapped - varying_axes(jax.typeof(x))
     missing = tuple(name for name in axis_names if name in names)
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -134,7 +182,6 @@ def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
 
 # --- Jaxprs ---------------------------------------------------------------------------
 
-
 JAXPRS = (Jaxpr, ClosedJaxpr)
 """The types of jaxprs, open or closed."""
 
@@ -154,11 +201,8 @@ def hi_jaxpr(eqn: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _expanded(primitive: Any, avals: tuple[Any, ...]) -> Any:
-    structure = primitive.in_tree
-
-    def call(*args: Any) -> list[Any]:
-        return jax.tree.leaves(primitive.expand(*structure.unflatten(args)))
-
+    expand, structure = primitive.expand, primitive.in_tree
+    call = lambda *args: jax.tree.leaves(expand(*structure.unflatten(args)))  # noqa: E731
     return jax.make_jaxpr(call)(*avals)
 
 
@@ -266,12 +310,8 @@ def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[...
 
 def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     """Gives new equations the source and the scopes of an old one."""
-    names, info = private("scopes"), eqn.source_info
-    if names is not None:
-        stack = names.current_name_stack() + info.name_stack
-        return names.user_context(info.traceback, name_stack=stack)
-    scope = "/".join(scopes_of(eqn))
-    return jax.named_scope(scope) if scope else contextlib.nullcontext()
+    stack = current_name_stack() + eqn.source_info.name_stack
+    return user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:
@@ -281,8 +321,7 @@ def scopes_of(eqn: Any) -> tuple[str, ...]:
 
 def ambient_scopes() -> tuple[str, ...]:
     """Returns the `jax.named_scope`s around the running code."""
-    names = private("scopes")
-    return () if names is None else _scopes(names.current_name_stack())
+    return _scopes(current_name_stack())
 
 
 def _scopes(stack: Any) -> tuple[str, ...]:

@@ -48,10 +48,9 @@ def cuda_capability() -> tuple[int, int] | None:
 
 
 def gpu_capability() -> tuple[int, int] | str | None:
-    """Returns the compute capability of the GPU to compile for, `(9, 0)` for an H200.
+    """Returns the compute capability of the GPU here, or of that which the mesh describes.
 
-    It is the name of the architecture on GPUs of other makers. Where there is no GPU,
-    it is that of the mesh in use, if that describes GPUs, and else `None`.
+    It is `(9, 0)` for an H200, and the name of the architecture on GPUs of other makers.
     """
     if assumed_gpu.value is not None:
         return assumed_gpu.value

@@ -1,5 +1,6 @@
 """Number formats: bits, range, spacing, and the names by which users choose them."""
 
+import contextlib
 import dataclasses
 
 import jax.numpy as jnp
@@ -89,13 +90,10 @@ def short_name(dtype: np.dtype) -> str:
 def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
     """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name."""
     # Names are ours alone: NumPy reads "f8" as f64, "half" as f16 and `None` as f64.
-    if isinstance(dtype, str) or dtype is None:
-        parsed = _NAMES.get(dtype or "")
-    else:
-        try:
-            parsed = np.dtype(dtype)
-        except TypeError:
-            parsed = None
+    parsed = None
+    with contextlib.suppress(TypeError):
+        by_name = isinstance(dtype, str) or dtype is None
+        parsed = _NAMES.get(str(dtype)) if by_name else np.dtype(dtype)
     if parsed is None or parsed not in _SHORT_NAMES or not is_float_dtype(parsed):
         raise ValueError(
             f"`{what}` must be a floating dtype of at least 16 bits (f16, bf16, f32 or "
@@ -106,11 +104,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
 
 
 def is_float_dtype(dtype: np.dtype) -> bool:
-    """Returns whether mpx casts numbers of this dtype: real floating with at least 16 bits.
-
-    Narrower formats store quantised values, whose meaning lies in a scale kept
-    elsewhere.
-    """
+    """Returns whether mpx casts numbers of this dtype; narrower ones have a scale elsewhere."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
 
 

@@ -1,9 +1,8 @@
 """Linen and Haiku models that are running.
 
 The variables of such a model live in a scope. A traced function would leave tracers there,
-so the variables go in as arguments and come out as results, as in `nn.remat` and
-`hk.remat`. Where that is not possible, writing is refused. Neither library is imported
-here: if it is not loaded, none of its models can be running.
+so those of Linen go in as arguments and come out as results, as in `nn.remat`. Where that is
+not possible, writing is refused. Neither library is imported here.
 """
 
 import contextlib
@@ -51,13 +50,13 @@ def call_linen(call: LinenCall, kwargs: dict[str, PyTree], run: Run) -> PyTree:
 
     def lifted(method: Func, *args: PyTree, **kwargs: PyTree) -> PyTree:
         def inner(
-            scope_fn: PyTree, repack: PyTree, *given: PyTree, **kwargs: PyTree
-        ) -> tuple[PyTree, PyTree]:
+            scope_fn: Func, repack: Func, *given: PyTree, **kwargs: PyTree
+        ) -> PyTree:
             variables, rngs, *args = given
 
             def pure(
                 variables: PyTree, rngs: PyTree, args: PyTree, kwargs: PyTree
-            ) -> tuple[PyTree, PyTree]:
+            ) -> PyTree:
                 scope = scope_fn(variables, rngs)
                 return method(scope, *args, **kwargs), repack(scope)
 
@@ -71,10 +70,7 @@ def call_linen(call: LinenCall, kwargs: dict[str, PyTree], run: Run) -> PyTree:
 
 
 def linen_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `params/Dense_0/kernel`, and whether it is a parameter, for its variable.
-
-    That has the name `variables/0/0/params/Dense_0/kernel`.
-    """
+    """Returns `params/Dense_0/kernel`, a parameter, for `variables/0/0/params/…`."""
     del is_param  # other arguments of a method are none
     if name.argument != "variables":
         return LeafName(name.path or name), False
@@ -106,44 +102,11 @@ def _linen_variables() -> list[PyTree]:
     return jax.tree.leaves(dict(getattr(stack[-1].scope.root, "_variables", {})))
 
 
-def in_haiku() -> bool:
-    """Returns whether a function under `hk.transform` is running."""
-    running_init = getattr(sys.modules.get("haiku"), "running_init", None)
-    if running_init is None:
-        return False
-    try:
-        running_init()
-    except ValueError:  # outside
-        return False
-    return True
-
-
-def call_haiku(
-    func: Func, args: tuple[PyTree, ...], kwargs: dict[str, PyTree], run: Run
-) -> PyTree:
-    """Calls a Haiku function by `run(pure, variables, func, args, kwargs)`."""
-    haiku = private("haiku")
-    if haiku is None:
-        return func(*args, **kwargs)
-
-    def pure(
-        variables: PyTree, func: PyTree, args: PyTree, kwargs: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        with (
-            haiku.temporary_internal_state(variables, share_python_state=True),
-            haiku.push_jax_trace_level(),
-        ):
-            out = func(*args, **kwargs)
-            return out, haiku.difference(variables, haiku.internal_state())
-
-    out, changed = run(pure, haiku.internal_state(), func, args, kwargs)
-    haiku.update_internal_state(changed)
-    return out
-
-
-def haiku_name(name: LeafName, is_param: bool) -> Named:
-    """Returns `linear/w` for `variables/params/linear/w`, and whether it is a parameter."""
-    del is_param  # other arguments of a function inside `hk.transform` are none
-    if name.startswith("variables/params/"):
-        return LeafName(name.path.removeprefix("params/")), True
-    return LeafName(name.path or name, name.types), name.argument == "func"
+def refuse_haiku() -> None:
+    """Raises inside `hk.transform`, where a traced function would leave its tracers."""
+    with contextlib.suppress(ValueError):  # outside
+        sys.modules["haiku"].running_init()
+        raise TypeError(
+            "`amp` and `fp8` cannot be used inside `hk.transform`. Wrap the loss, or the "
+            "`apply` of the transformed function, instead."
+        )

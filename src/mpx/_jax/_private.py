@@ -1,8 +1,8 @@
-"""Private names of JAX, Flax and Haiku, with what mpx loses without each; JAX's types.
+"""Private names of JAX and Flax, with what mpx loses without each.
 
 Any release may rename or remove such a name. It is reached only through `private`, so
-that a missing one turns one feature off, with one warning. Names that are imported from
-`jax.core` and `jax.extend.core` are those that Equinox needs, too.
+that a missing one turns one feature off, with one warning. What is imported from
+`jax.core` and `jax.extend` is needed for all that mpx does.
 """
 
 import contextlib
@@ -13,27 +13,16 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import numpy as np
 from jax.core import Tracer as Tracer
 from jax.core import eval_jaxpr as eval_jaxpr
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
+from jax.extend.source_info_util import current_name_stack as current_name_stack
+from jax.extend.source_info_util import user_context as user_context
 
 from mpx._jax._warn import warn
-
-
-class Feature:
-    """A part of mpx that needs private names, and what is lost without."""
-
-    def __init__(self, lost: str, *modules: str) -> None:
-        """Lists the names as `module:name`."""
-        self.lost = lost
-        parts = [text.partition(":") for text in modules]
-        self.names = [f"{x}:{name}" for x, _, names in parts for name in names.split()]
-
 
 # What a primitive of our own needs: derivatives, batching, lowering.
 _RULES = (
@@ -43,50 +32,39 @@ _RULES = (
     "jax.interpreters.mlir: lower_fun register_lowering",
 )
 FEATURES = {
-    "varying": Feature(
-        "mpx cannot tell which values of a `jax.shard_map` differ between devices, and "
-        "may be refused there; pass `check_vma=False`",
-        "jax.core: ShapedArray.manual_axis_type",
-    ),
-    "scopes": Feature(
-        "`jax.named_scope`s around a call of `amp` are not seen, and its operations have "
-        "no source lines",
-        "jax.extend.source_info_util: current_name_stack user_context",
-    ),
-    "source": Feature(
+    "source": (
         "reports show no source lines, and rules for functions have no effect",
         "jax._src.source_info_util: user_frames",
     ),
-    "trace_state": Feature(
+    "trace_state": (
         "`amp` outside `jit` rewrites jitted functions anew on each call",
         "jax._src.core: trace_state_clean",
     ),
-    "primitive_names": Feature(
+    "primitive_names": (
         "rules can name the primitives of `jax.lax` only; pass others as objects",
         "jax._src.interpreters.mlir: _lowerings _platform_specific_lowerings",
     ),
-    "attention": Feature(
+    "attention": (
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
         "jax._src.dispatch: prim_requires_devices_during_lowering",
         *_RULES,
     ),
-    "cudnn_checks": Feature(
+    "cudnn_checks": (
         "attention is not lowered to cuDNN's kernel for a GPU that is not there",
         "jax._src.cudnn.fused_attention_stablehlo: check_cudnn_version "
         "check_compute_capability",
     ),
-    "kernels": Feature(
-        "optimizer steps, fp8 casts and exponent counts run in plain JAX instead of "
-        "Triton kernels",
+    "kernels": (
+        "optimizer steps, fp8 casts and exponent counts run without Triton kernels",
         "jax.experimental.custom_partitioning: custom_partitioning",
         "jax.experimental.pallas: ds no_block_spec pallas_call program_id",
         "jax.experimental.pallas.triton: CompilerParams elementwise_inline_asm load store",
     ),
-    "matmul_grads": Feature(
+    "matmul_grads": (
         "gradients under automatic sharding are summed over devices in the compute dtype",
         *_RULES,
     ),
-    "grouped": Feature(
+    "grouped": (
         "ragged matmuls compute every group for every row instead of in a grouped kernel",
         "jax.experimental.pallas: ds multiple_of run_scoped when",
         "jax.experimental.pallas.mosaic_gpu: ACC BlockSpec CompilerParams Layout "
@@ -94,76 +72,48 @@ FEATURES = {
         "layout_cast nd_loop planar_snake wait_smem_to_gmem wgmma",
         *_RULES,
     ),
-    "cross_entropy": Feature(
+    "cross_entropy": (
         "JAX differentiates `mpx.linear_cross_entropy`, which takes twice as long",
         *_RULES,
     ),
-    "exchange": Feature(
+    "exchange": (
         "`python -m mpx doctor --cluster` cannot compare processes",
         "jax.experimental.multihost_utils: process_allgather",
     ),
-    "linen_variables": Feature(
-        "`amp` does not notice that a function changes variables of a Linen model that "
-        "it closes over",
+    "linen_variables": (
+        "`amp` does not see that a function changes variables of a Linen model around it",
         "flax.linen.module: _context",
     ),
-    "linen": Feature(
+    "linen": (
         "`amp` runs methods of a Linen model as written; wrap the loss instead",
         "flax.core.lift: pack",
         "flax.linen.transforms: lift_direct_transform",
     ),
-    "haiku": Feature(
-        "`amp` runs functions inside `hk.transform` as written; wrap the loss instead",
-        "haiku._src.base: push_jax_trace_level",
-        "haiku._src.stateful: difference internal_state temporary_internal_state "
-        "update_internal_state",
-    ),
 }
+"""Parts of mpx that need private names: what is lost without them, and the names."""
+
+
+def names_of(feature: str) -> list[str]:
+    """Returns the names that a feature needs, as `module:name`."""
+    parts = [text.partition(":") for text in FEATURES[feature][1:]]
+    return [f"{module}:{name}" for module, _, names in parts for name in names.split()]
 
 
 @functools.cache
 def private(feature: str) -> Any:
     """Returns the names of a feature; `None`, with a warning, if one is missing."""
-    lost, found = FEATURES[feature].lost, {}
-    for name in FEATURES[feature].names:
+    lost, found = FEATURES[feature][0], {}
+    for name in names_of(feature):
         try:
             found[name.rpartition(":")[2]] = pkgutil.resolve_name(name)
         except (ImportError, AttributeError):
             package = name.partition(".")[0]
-            if lost:
-                warn(
-                    f"The installed {package} has no `{name.replace(':', '.')}`, which "
-                    f"mpx relies on. Without it {lost}. Upgrade mpx, or install an older "
-                    f"{package}."
-                )
+            warn(
+                f"The installed {package} has no `{name.replace(':', '.')}`, which mpx "
+                f"relies on. Without it {lost}. Upgrade mpx, or install an older {package}."
+            )
             return None
     return types.SimpleNamespace(**found)
-
-
-# --- Types ----------------------------------------------------------------------------
-
-_ARGUMENT = jax.ShapeDtypeStruct((1,), np.float32)
-
-
-@functools.cache
-def tracer_type(transform: str) -> type:
-    """Returns the type of the values that a function sees under a transformation."""
-    seen: list[type] = []
-
-    def see(x: jax.Array) -> jax.Array:
-        seen.append(type(x))
-        return x
-
-    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
-    jax.eval_shape(calls[transform], _ARGUMENT)
-    return seen[0]
-
-
-@functools.cache
-def unspecified_sharding() -> Any:
-    """Returns what a jit equation holds for an argument without a sharding."""
-    jaxpr = jax.make_jaxpr(jax.jit(lambda x: x))(_ARGUMENT)
-    return jaxpr.eqns[0].params["in_shardings"][0]
 
 
 @contextlib.contextmanager

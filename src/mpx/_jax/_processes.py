@@ -17,12 +17,11 @@ def check_processes(expected: int) -> None:
     """Checks that JAX runs in as many processes as the job was given.
 
     Processes that did not join each other each train a model of their own, and every log
-    looks healthy. Call it after `jax.distributed.initialize` and before the first step, with
-    the number that was asked for: the argument of your launcher, Slurm's `SLURM_NTASKS`,
-    Ray's `get_world_size()`.
+    looks healthy. Call it after `jax.distributed.initialize` and before the first step.
 
     Args:
-        expected: The number of processes of the job.
+        expected: The number of processes that the job asked for: the argument of your
+            launcher, Slurm's `SLURM_NTASKS`, Ray's `get_world_size()`.
 
     Raises:
         RuntimeError: If JAX runs in another number of processes.
@@ -73,10 +72,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def gather_results(call: Callable[[], Any]) -> list[Any]:
-    """Returns what a call returns on each process, or raises on all of them.
-
-    If a process raised alone, the others would wait for it in the next collective.
-    """
+    """Returns what a call returns on each process, or raises on all: none waits alone."""
     value, error = None, None
     try:
         value = call()

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +81,7 @@ def _with_spec(sharding: NamedSharding, spec: PartitionSpec) -> NamedSharding:
 
 
 def zero_beside(leaves: Iterable[PyTree], dtype: DTypeLike) -> PyTree:
-    """Returns a scalar zero that is replicated over the devices of some arrays.
-
-    Restored from a checkpoint, one on other devices could not be used beside them.
-    """
+    """Returns a scalar zero that is replicated over the devices of some arrays."""
     leaves = [x for x in leaves if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     shapes = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
     if any(map(is_tracer, leaves)):
@@ -122,10 +119,9 @@ def fsdp_shardings(
     """Returns a sharding for each leaf of a tree, for fully sharded data parallelism.
 
     An array is sharded along its largest axis that the devices divide evenly. Small arrays,
-    and those without such an axis, are replicated: biases and norms, for example. The last
-    axis is only cut between the groups of 32 elements that share a scale in a compressed
-    optimizer, unless it is the only axis that can be cut. Apply it to the parameters:
-    `optimizer.init` gives the state their shardings.
+    and those without such an axis, are replicated. The last axis is only cut between the
+    groups of 32 elements that share a scale in a compressed optimizer, unless no other can
+    be cut. Apply it to the parameters: `optimizer.init` gives the state their shardings.
 
     Args:
         tree: The parameters: arrays or `ShapeDtypeStruct`s.
@@ -167,11 +163,9 @@ def fsdp_shardings(
 
 
 def may_cut_groups(x: Array, group: int) -> bool:
-    """Returns whether shards of the last axis may end within a group.
-
-    With automatic axes JAX does not tell how `x` is sharded, only over which mesh.
-    """
+    """Returns whether shards of the last axis may end within a group."""
     sharding = jax.typeof(x).sharding
+    # With automatic axes JAX does not tell how `x` is sharded, only over which mesh.
     mesh, groups = sharding.mesh, x.shape[-1] // group
     automatic = math.prod(
         mesh.shape[name]
@@ -183,9 +177,7 @@ def may_cut_groups(x: Array, group: int) -> bool:
 
 def whole_groups(x: Array, group: int) -> Array:
     """Reshards an array of explicit axes if its shards end within a group."""
-    sharding = jax.typeof(x).sharding
-    whole = uncut(sharding, x.shape, group)
-    return x if whole is sharding else jax.sharding.reshard(x, whole)
+    return _resharded(x, uncut(jax.typeof(x).sharding, x.shape, group))
 
 
 def uncut(sharding: PyTree, shape: tuple[int, ...], group: int) -> PyTree:
@@ -247,10 +239,7 @@ def over_shards(
     whole: Sequence[str],
     **sizes: int,
 ) -> PyTree:
-    """Calls a kernel, which XLA cannot partition, on each device with its shards.
-
-    Nothing is communicated, except to bring the arguments into their layout.
-    """
+    """Calls a kernel, which XLA cannot partition, on each device with its shards."""
     mesh = jax.typeof(like).sharding.mesh
     if mesh.are_all_axes_manual or not like.ndim:
         return local(*args)
@@ -262,16 +251,12 @@ def over_shards(
         )
         return call(*jax.tree.map(_resharded, args, given))
 
-    parts = lambda mesh, args, _: Parts(local, *layout(*args))  # noqa: E731
+    parts = lambda mesh, args, _: (local, *layout(*args))  # noqa: E731
     return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
 
 
-class Parts(NamedTuple):
-    """How XLA partitions a function over the devices of a mesh."""
-
-    local: Callable[..., PyTree]  # the function of what one device has
-    given: Any  # the shardings of the arguments
-    results: Any  # the shardings of the results
+Parts = tuple[Callable[..., PyTree], Any, Any]
+"""The function of what one device has; the shardings of its arguments and results."""
 
 
 def partitioned(
@@ -286,8 +271,8 @@ def partitioned(
     """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
 
     def partition(mesh: Any, args: PyTree, result: Any) -> tuple[PyTree, ...]:
-        found = parts(mesh, args, result)
-        return mesh, found.local, found.results, found.given
+        local, given, results = parts(mesh, args, result)
+        return mesh, local, results, given
 
     sizes = sizes or {}
     # Shardy wants them in the order in which the rule names them.
@@ -295,7 +280,7 @@ def partitioned(
     call = private("kernels").custom_partitioning(func)
     call.def_partition(
         partition,
-        infer_sharding_from_operands=lambda *types: parts(*types).results,
+        infer_sharding_from_operands=lambda *types: parts(*types)[2],
         sharding_rule=rule,
         need_replication_factors=tuple(factors),
         **sizes,

@@ -238,11 +238,8 @@ def select_tree(pred: PyTree, a: PyTree, b: PyTree) -> PyTree:
     Args:
         pred: A boolean scalar: Python, NumPy or JAX.
         a: The tree for `True`.
-        b: The tree for `False`, of the same structure and shapes.
-
-    Raises:
-        TypeError: If `pred` is not a boolean scalar.
-        ValueError: If the structures or the shapes differ; the leaf is named.
+        b: The tree for `False`, of the same structure and shapes; else a `ValueError`
+            names the leaf.
 
     Examples:
         >>> select_tree(False, {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})

@@ -39,7 +39,7 @@ from mpx._ops._primitives import (
     zero_tangent,
 )
 from mpx._program._interpreter import Op, Outcome, Visitor
-from mpx._program._queries import ATTENTION, contains
+from mpx._program._queries import ATTENTION, holds
 
 F32 = jnp.dtype(jnp.float32)
 _jax = private("attention")
@@ -252,7 +252,7 @@ def _reason_by_jax(
         jaxpr = jax.make_jaxpr(forward_and_backward)(arrays, extras)
     except (NotImplementedError, ValueError, RuntimeError) as error:
         return f"cuDNN: {error}"
-    if contains(jaxpr, (CUDNN_KERNEL,)):
+    if holds(jaxpr, (CUDNN_KERNEL,)):
         return None
     warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
     return _OTHER_WAY

@@ -35,7 +35,7 @@ from mpx._optim._options import flatten_params
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
-from mpx._program._queries import REMAT, Equation, Verdict, contains, every_use
+from mpx._program._queries import REMAT, Equation, Verdict, every_use, holds
 from mpx._updates._update import together
 
 Ref = Any  # of `jax.new_ref`
@@ -368,7 +368,7 @@ class _Taps(Visitor):
             outs = inner.body(jaxpr, consts, [*shared, *carry, *xs])
             return outs[:n_carry], outs[n_carry:]
 
-        if not jaxpr.effects and not contains(jaxpr, REMAT):
+        if not jaxpr.effects and not holds(jaxpr, REMAT):
             # What is read from a reference cannot be kept, so the backward pass reads
             # again; all else is kept. Around a remat this would keep what that one does
             # not.

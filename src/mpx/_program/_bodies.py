@@ -8,17 +8,20 @@ the rule that it replaces is told the same. Rules are kept by the jaxprs that th
 of, so they hold types, never values: a value would be a leaked tracer.
 """
 
-import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
 from mpx._jax._compat import (
+    Literal,
     as_function,
     bind,
     bind_jit,
@@ -36,7 +39,6 @@ from mpx._program._interpreter import (
     Aval,
     Dtypes,
     Facts,
-    Handler,
     Jaxpr,
     Op,
     Outcome,
@@ -50,9 +52,7 @@ from mpx._program._interpreter import (
     types_of,
     with_dtype,
 )
-from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation
-
-INLINED = ("closed_call", "core_call", "call", "eval_jaxpr")
+from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names
 
 
 def _body(visitor: Visitor, op: Op) -> tuple[Jaxpr, Facts, Values, Values]:
@@ -100,43 +100,33 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
     avals, branches = types_of(operands), op.eqn.params["branches"]
     invars = open_jaxpr(branches[0])[0].invars
     facts = visitor.facts_inside(op.facts[1:], invars, "operand")
-    inputs, new, found = [], [], []
+    groups, new, found = [], [], []
     for branch in branches:
-        inputs.append(visitor.more_inputs(op))
-        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=inputs[-1])
+        more = visitor.more_inputs(op)
+        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=more)
+        groups.append(jax.tree.leaves(more))
         new.append(jaxpr)
         found.append(known)
+    more = [leaf for group in groups for leaf in group]
     dtypes = [dtypes_of(branch.out_avals) for branch in new]
-    if len(set(dtypes)) > 1:
-        # The branches must agree: where they differ, each has the dtype of the original.
+    if more or len(set(dtypes)) > 1:
+        # The branches must agree: where they differ, each has the dtype of the original,
+        # and each gets the further inputs of all.
         common = tuple(
             seen[0] if len(set(seen)) == 1 else var.aval.dtype
             for *seen, var in zip(*dtypes, op.eqn.outvars, strict=True)
         )
-        new = [
-            rewrite(visitor, op, branch, avals, facts, more=more, dtypes=common)[0]
-            for branch, more in zip(branches, inputs, strict=True)
-        ]
-    groups = [jax.tree.leaves(more) for more in inputs]
-    if any(groups):
-        new = [_with_all_inputs(x, avals, groups, i) for i, x in enumerate(new)]
-    more = [leaf for group in groups for leaf in group]
+
+        def alike(run: Callable[..., Values], start: int, group: Values) -> Jaxpr:
+            own = [*range(len(avals)), *range(start, start + len(group))]
+            call = lambda *args: cast_all(run(*(args[i] for i in own)), common)  # noqa: E731
+            return jax.make_jaxpr(call)(*avals, *types_of(more))
+
+        starts = itertools.accumulate(map(len, groups), initial=len(avals))
+        new = [*map(alike, map(as_function, new), starts, groups)]
     outs = bind(op.eqn, [index, *operands, *more], branches=tuple(new))
     known = [visitor.join_facts(list(facts)) for facts in zip(*found, strict=True)]
     return outs, visitor.result_facts(outs, known)
-
-
-def _with_all_inputs(
-    branch: Jaxpr, avals: list[Aval], groups: list[Values], position: int
-) -> Jaxpr:
-    """Gives a branch the further inputs of all branches: they are called alike."""
-    start = len(avals) + sum(map(len, groups[:position]))
-    stop = start + len(groups[position])
-    run = as_function(branch)
-    more = types_of([leaf for group in groups for leaf in group])
-    return jax.make_jaxpr(lambda *args: run(*args[: len(avals)], *args[start:stop]))(
-        *avals, *more
-    )
 
 
 def _shard_map(visitor: Visitor, op: Op) -> Outcome:
@@ -165,9 +155,9 @@ def _carry_dtypes(
     visitor: Visitor,
     variables: Sequence[PyTree],
     values: Values,
-    step: Callable[[Dtypes], Sequence[Aval]],
+    body_for: Callable[[Dtypes, None], tuple[Jaxpr, Facts]],
 ) -> Dtypes:
-    """Returns dtypes that a loop body maps to themselves; `step` tells what it returns.
+    """Returns dtypes that a loop body maps to themselves.
 
     A carry may be an accumulator: it keeps its dtype unless the visitor lets it be narrow.
     Then it has the dtype that goes in if the body returns the same, else its own.
@@ -177,7 +167,8 @@ def _carry_dtypes(
         return original
     current = dtypes_of(values)
     while True:
-        given = zip(current, dtypes_of(step(current)), original, strict=True)
+        found = dtypes_of(body_for(current, None)[0].out_avals)[: len(current)]
+        given = zip(current, found, original, strict=True)
         after = tuple(old if old == new else own for old, new, own in given)
         if after == current:
             return current
@@ -204,14 +195,13 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     jaxpr = eqn.params["jaxpr"]
     body, _ = open_jaxpr(jaxpr)
     n_consts, n_carry = scan_sizes(eqn.params)
-    consts, carry = values[:n_consts], values[n_consts : n_consts + n_carry]
-    xs = values[n_consts + n_carry :]
-    const_vars, carry_vars = body.invars[:n_consts], body.invars[n_consts:][:n_carry]
-    x_vars = body.invars[n_consts + n_carry :]
+    start = n_consts + n_carry
+    consts, carry, xs = values[:n_consts], values[n_consts:start], values[start:]
+    carry_vars, x_vars = body.invars[n_consts:start], body.invars[start:]
     known = [
-        *visitor.facts_inside(op.facts[:n_consts], const_vars, "operand"),
+        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
         *_carried_facts(visitor, op.facts[n_consts:], carry_vars, body.outvars),
-        *visitor.facts_inside(op.facts[n_consts + n_carry :], x_vars, "slice"),
+        *visitor.facts_inside(op.facts[start:], x_vars, "slice"),
     ]
     more = visitor.more_inputs(op)
     sliced = jax.tree.map(_slice_type, more)
@@ -221,8 +211,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         types = [*types_of(consts), *_types_with(carry_vars, carry), *x_types]
         return rewrite(visitor, op, jaxpr, types, known, more=sliced, dtypes=outs)
 
-    step = lambda dtypes: body_for(dtypes, None)[0].out_avals[:n_carry]  # noqa: E731
-    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, body_for)
     new, found = body_for(dtypes, dtypes + (None,) * (len(eqn.outvars) - n_carry))
     carry = cast_all(carry, dtypes)
     leaves = jax.tree.leaves(more)
@@ -271,9 +260,9 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
         known += carried
         return rewrite(visitor, op, params[name], types, known, dtypes=outs)
 
-    step = lambda dtypes: part("body_jaxpr", dtypes, None)[0].out_avals  # noqa: E731
-    dtypes = _carry_dtypes(visitor, carry_vars, carry, step)
-    new, known = part("body_jaxpr", dtypes, dtypes)
+    body_for = functools.partial(part, "body_jaxpr")
+    dtypes = _carry_dtypes(visitor, carry_vars, carry, body_for)
+    new, known = body_for(dtypes, dtypes)
     outs = bind(
         op.eqn,
         [*values[: n_cond + n_body], *cast_all(carry, dtypes)],
@@ -315,15 +304,14 @@ class _CustomCall:
         outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
         return as_results(outs, body.outvars), known
 
-    def original_avals(self, values: Sequence[PyTree]) -> list[Aval]:
-        """Returns the types of operands with the dtypes of the traced function."""
-        pairs = zip(self.eqn.invars, types_of(values), strict=True)
-        return [with_dtype(aval, var.aval.dtype) for var, aval in pairs]
-
-    def differentiable(self, perturbed: Sequence[bool]) -> tuple[int, ...]:
-        """Returns the operands for which a derivative is asked."""
+    def differentiable(
+        self, values: Sequence[PyTree], perturbed: Sequence[bool]
+    ) -> tuple[list[int], list[Aval]]:
+        """Returns for which operands a derivative is asked, and the original types."""
         pairs = enumerate(zip(self.eqn.invars, perturbed, strict=True))
-        return tuple(i for i, (var, asked) in pairs if asked and _smooth(var))
+        free = [i for i, (var, asked) in pairs if asked and _smooth(var)]
+        dtypes = [var.aval.dtype for var in self.eqn.invars]
+        return free, [*map(with_dtype, types_of(values), dtypes)]
 
     def partially(
         self, args: Sequence[PyTree], free: Sequence[int]
@@ -341,117 +329,71 @@ def _smooth(var: Any) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
+def _is_zero(tangent: PyTree) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _are_zeros(jaxpr: Jaxpr) -> list[bool]:
+    """Returns which results are written as zeros: JAX fills in those that a rule omits."""
+    body, _ = open_jaxpr(jaxpr)
+    fills = [eqn for eqn in body.eqns if eqn.primitive.name == "broadcast_in_dim"]
+    filled = {eqn.outvars[0]: eqn.invars[0] for eqn in fills}
+    atoms = [x if isinstance(x, Literal) else filled.get(x) for x in body.outvars]
+    return [isinstance(x, Literal) and not np.any(x.val) for x in atoms]
+
+
 def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     eqn, values = op.eqn, arrays_of(op.values)
-    custom = _CustomCall(visitor, op, values)
-    call = jax.custom_jvp(custom.run)
+    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
-        free = custom.differentiable([not _is_zero(tangent) for tangent in tangents])
+        asked = [not _is_zero(tangent) for tangent in tangents]
+        free, avals = custom.differentiable(primals, asked)
         if any(i < eqn.params.get("num_consts", 0) for i in free):
             raise NotImplementedError(
                 "A value that a function under `jax.custom_jvp` closes over is "
                 "differentiated, but the rule of the function knows its arguments only. "
                 "Pass the value as an argument."
             )
-        live: set[int] = set()
 
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
-            live.clear()
-
-            def call(*chosen: PyTree) -> Values:
-                outs = custom.partially(args, free)(*chosen)
-                if not eqn.params.get("symbolic_zeros"):
-                    live.update(custom.smooth)
-                    return outs
-                for i in custom.smooth:
-                    outs[i] = _watch_tangent(outs[i], i, live)
-                return outs
-
+            call = custom.partially(args, free)
             outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
-            return outs, [pushed[i] for i in sorted(live)]
+            return outs, [pushed[i] for i in custom.smooth]
 
-        avals = custom.original_avals(primals)
         new = custom.trace(expanded, avals, [avals[i] for i in free])
         known = [
             visitor.fact_inside(custom.facts[i], eqn.invars[i], "tangent") for i in free
         ]
         args = [*primals, *(tangents[i] for i in free)]
         outs, _ = custom.visited(new, args, [*custom.facts, *known])
-        count = len(eqn.outvars)
-        pushed = dict(zip(sorted(live), outs[count:], strict=True))
-        outs = cast_all(outs[:count], custom.dtypes)
-        return outs, [
-            cast_all([pushed[i]], (out.dtype,))[0] if i in pushed else _zero(out)
-            for i, out in enumerate(outs)
-        ]
+        results = cast_all(outs[:count], custom.dtypes)
+        pushed = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in results]
+        found = zip(custom.smooth, outs[count:], _are_zeros(new)[count:], strict=True)
+        for i, tangent, is_zero in found:
+            if not is_zero:
+                (pushed[i],) = cast_all([tangent], (results[i].dtype,))
+        return results, pushed
 
+    call = jax.custom_jvp(custom.run)
     call.defjvp(rule, symbolic_zeros=True)
     outs = list(call(*values))
     return outs, visitor.result_facts(outs, custom.known)
 
 
-def _is_zero(tangent: PyTree) -> bool:
-    return isinstance(tangent, SymbolicZero)
-
-
-def _zero(primal: PyTree) -> SymbolicZero:
-    return SymbolicZero(jax.typeof(primal).to_tangent_aval())
-
-
-def _watch_tangent(x: PyTree, index: int, live: set[int]) -> PyTree:
-    """Returns `x`; if its tangent is not known to be zero, adds the index to `live`."""
-
-    @jax.custom_jvp
-    def same(x: PyTree) -> PyTree:
-        return x
-
-    def rule(primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
-        if not _is_zero(tangents[0]):
-            live.add(index)
-        return primals[0], tangents[0]
-
-    same.defjvp(rule, symbolic_zeros=True)
-    return same(x)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Pullback:
-    """How the user's backward function is called: the forward one learns it as it is traced.
-
-    There is one for each set of perturbed arguments; it travels with the residuals.
-    """
-
-    free: tuple[int, ...]  # The operands for which a derivative is asked
-    tangents: list[Aval]  # Their types in the traced function
-    tree: PyTree  # The structure of the residuals, which holds the linear function
-    residuals: list[Aval]  # Their variables in the traced function
-    facts: Facts  # What is known of them
-    outs: list[Aval]  # The types of the results in the traced function
-    # Filled while the backward function is traced: the operands whose cotangent it does
-    # not leave out
-    live: set[int]
-
-
 def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
-    eqn, values = op.eqn, arrays_of(op.values)
-    given = dtypes_of(values)
-    custom = _CustomCall(visitor, op, values)
+    values = arrays_of(op.values)
+    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
 
-    def forward(*primals: PyTree) -> tuple[Values, tuple[_Pullback, Values]]:
+    def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
         # Differentiating for a value that the function closed over is refused by JAX.
-        free = custom.differentiable([primal.perturbed for primal in primals])
-        avals, live = custom.original_avals(args), set[int]()
-        found: dict[str, PyTree] = {}
+        asked = [primal.perturbed for primal in primals]
+        free, avals = custom.differentiable(args, asked)
+        given, found = dtypes_of(args), dict[str, PyTree]()
 
         def expanded(*args: PyTree) -> Values:
-            def call(*chosen: PyTree) -> Values:
-                pairs = zip(free, chosen, strict=True)
-                watched = [_watch_cotangent(x, i, live) for i, x in pairs]
-                return custom.partially(args, free)(*watched)
-
+            call = custom.partially(args, free)
             outs, pushforward = jax.linearize(call, *(args[i] for i in free))
             residuals, found["tree"] = jax.tree.flatten(pushforward)
             found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
@@ -459,65 +401,43 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
         new = custom.trace(expanded, *avals)
         outs, known = custom.visited(new, args, custom.facts)
-        count = len(eqn.outvars)
         variables = open_jaxpr(new)[0].outvars
-        pullback = _Pullback(
-            free=free,
-            tangents=[avals[i] for i in free],
-            facts=visitor.facts_inside(known[count:], variables[count:], "operand"),
-            live=live,
-            **found,
-        )
-        return cast_all(outs[:count], custom.dtypes), (pullback, outs[count:])
+        kept = visitor.facts_inside(known[count:], variables[count:], "operand")
 
-    def backward(
-        kept: tuple[_Pullback, Values], cotangents: Values
-    ) -> tuple[PyTree, ...]:
-        pullback, residuals = kept
-        chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
+        # It travels with the residuals: there is one for each set of perturbed arguments.
+        def backward(residuals: Values, cotangents: Values) -> tuple[PyTree, ...]:
+            chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
 
-        def expanded(residuals: Values, cotangents: Values) -> PyTree:
-            pullback.live.clear()
-            pushforward = jax.tree.unflatten(pullback.tree, residuals)
+            def expanded(residuals: Values, cotangents: Values) -> PyTree:
+                pushforward = jax.tree.unflatten(found["tree"], residuals)
 
-            def linear(*tangents: PyTree) -> Values:
-                outs = pushforward(*tangents)
-                # The user's function is told that the others are zero.
-                return [outs[i] for i in chosen]
+                def linear(*tangents: PyTree) -> Values:
+                    outs = pushforward(*tangents)
+                    # The user's function is told that the others are zero.
+                    return [outs[i] for i in chosen]
 
-            return jax.linear_transpose(linear, *pullback.tangents)(cotangents)
+                return jax.linear_transpose(linear, *(avals[i] for i in free))(
+                    cotangents
+                )
 
-        types = [pullback.outs[i] for i in chosen]
-        new = custom.trace(expanded, pullback.residuals, types)
-        args = [*residuals, *(cotangents[i] for i in chosen)]
-        known = [*pullback.facts, *[visitor.unknown] * len(chosen)]
-        outs, _ = custom.visited(new, args, known)
-        grads: Values = [None] * len(given)
-        for i, grad in zip(pullback.free, outs, strict=True):
-            if i in pullback.live:
-                (grads[i],) = cast_all([grad], (given[i],))
-        return tuple(grads)
+            types = [found["outs"][i] for i in chosen]
+            new = custom.trace(expanded, found["residuals"], types)
+            args = [*residuals, *(cotangents[i] for i in chosen)]
+            facts = [*kept, *[visitor.unknown] * len(chosen)]
+            outs, _ = custom.visited(new, args, facts)
+            grads: Values = [None] * len(given)
+            for i, grad, is_zero in zip(free, outs, _are_zeros(new), strict=True):
+                if not is_zero:
+                    (grads[i],) = cast_all([grad], (given[i],))
+            return tuple(grads)
+
+        results = cast_all(outs[:count], custom.dtypes)
+        return results, jax.tree_util.Partial(backward, outs[count:])
 
     call = jax.custom_vjp(custom.run)
-    call.defvjp(forward, backward, symbolic_zeros=True)
+    call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
     outs = list(call(*values))
     return outs, visitor.result_facts(outs, custom.known)
-
-
-def _watch_cotangent(x: PyTree, index: int, live: set[int]) -> PyTree:
-    """Returns `x`; if its cotangent is not known to be zero, adds the index to `live`."""
-
-    @jax.custom_vjp
-    def same(x: PyTree) -> PyTree:
-        return x
-
-    def backward(_: None, cotangent: PyTree) -> tuple[PyTree]:
-        if not _is_zero(cotangent):
-            live.add(index)
-        return (cotangent,)
-
-    same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
-    return same(x)
 
 
 def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
@@ -532,10 +452,10 @@ def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
     return jax.checkpoint(as_function(new), **options)(*values), known
 
 
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, Callable[[Visitor, Op], Outcome]] = {
     "jit": _jit,
     "pjit": _jit,
-    **dict.fromkeys(INLINED, _inline),
+    **dict.fromkeys(names("closed_call core_call call eval_jaxpr"), _inline),
     **dict.fromkeys(REMAT, _remat),
     "cond": _cond,
     "shard_map": _shard_map,

@@ -1,5 +1,6 @@
 """Following values through a traced program: where a parameter ends up."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,6 @@ from mpx._program._queries import (
     OUTERMOST,
     Equation,
     Position,
-    body_of,
     called,
     sub_jaxprs,
 )
@@ -58,7 +58,7 @@ def after(
     """Returns the labels of the results of an equation; a call has those of its body."""
     if eqn.primitive.name not in CALLS:
         return rule(eqn, labels)
-    body = body_of(eqn)
+    body = next(sub_jaxprs(eqn))
     given = dict.fromkeys(body.constvars, constant)
     given.update(zip(body.invars, labels, strict=True))
     inside = lambda inner, known: after(inner, known, rule, literal, constant)  # noqa: E731
@@ -68,8 +68,7 @@ def after(
 def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
     """Returns the only label of an equation's operands, if it does no more than move."""
     known = [label for label in labels if label]
-    moves = primitive_name(eqn) in MOVES
-    return known[0] if moves and len(known) == 1 else None
+    return known[0] if primitive_name(eqn) in MOVES and len(known) == 1 else None
 
 
 def pull(
@@ -87,8 +86,7 @@ def pull(
         label = next(filter(None, found), None)
         if label is None:
             continue
-        call = called(eqn)
-        if call is not None:
+        if (call := called(eqn)) is not None:
             inside = pull(call, found, passes)
             pairs = zip(eqn.invars, open_jaxpr(call)[0].invars, strict=True)
             known.update((x, inside[y]) for x, y in pairs if y in inside)
@@ -151,24 +149,15 @@ class Walk(Generic[T]):
         return propagate(body, known, rule, lambda _: self.unknown)
 
 
+@dataclasses.dataclass(frozen=True)
 class Flow:
-    """Follows labels through a jaxpr and all jaxprs inside it.
+    """Follows labels through a jaxpr and all jaxprs inside it."""
 
-    Attributes:
-        rule: Labels the results of one operation.
-        join: Combines the labels of a value that comes from either of two branches, or
-            from outside a loop and from its last step.
-        constant: Labels a constant of a jaxpr, given its value.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        *,
-        join: Callable[[Label, Label], Label] = lambda a, b: b if a is None else a,
-        constant: Callable[[Any], Label] | None = None,
-    ) -> None:
-        self.rule, self.join, self.constant = rule, join, constant
+    rule: Rule  # labels the results of one operation
+    # Combines the labels of a value that comes from either of two branches, or from
+    # outside a loop and from its last step
+    join: Callable[[Label, Label], Label] = lambda a, b: b if a is None else a
+    constant: Callable[[Any], Label] | None = None  # labels a constant, given its value
 
     def run(self, jaxpr: Any, labels: Mapping[Any, Label]) -> list[Label]:
         """Returns the labels of the results, given those of some variables."""
@@ -181,17 +170,19 @@ class Flow:
     def _outs(self, eqn: Equation, ins: list[Label]) -> Sequence[Label]:
         if self.constant is None and all(label is None for label in ins):
             return [None] * len(eqn.outvars)
-        name = primitive_name(eqn)
+        name, params = primitive_name(eqn), eqn.params
         label = self.rule(name, eqn, ins)
         if name == "scan":
-            consts, carry = scan_sizes(eqn.params)
-            return self._loop(eqn.params["jaxpr"], ins, slice(consts, consts + carry))
+            consts, carry = scan_sizes(params)
+            return self._loop(params["jaxpr"], ins, slice(consts, consts + carry))
         if name == "while":
-            start = eqn.params["cond_nconsts"]
-            carry = slice(eqn.params["body_nconsts"], None)
-            return self._loop(eqn.params["body_jaxpr"], ins[start:], carry)
+            ins, carry = (
+                ins[params["cond_nconsts"] :],
+                slice(params["body_nconsts"], None),
+            )
+            return self._loop(params["body_jaxpr"], ins, carry)
         if name == "cond":
-            outs = [self._call(x, ins[1:]) for x in eqn.params["branches"]]
+            outs = [self._call(x, ins[1:]) for x in params["branches"]]
             return [functools.reduce(self.join, x) for x in zip(*outs, strict=True)]
         body = called(eqn)
         return [label] * len(eqn.outvars) if body is None else self._call(body, ins)

@@ -28,14 +28,7 @@ from mpx._jax._compat import (
 )
 from mpx._jax._frameworks import Named
 from mpx._jax._tree import LeafName
-from mpx._program._queries import (
-    CALLS,
-    Equation,
-    Position,
-    readers,
-    sub_jaxprs,
-    walk,
-)
+from mpx._program._queries import Equation, Position, leaves, readers, walk
 
 Jaxpr = Any  # open or closed
 Aval = Any  # the type of a value: shape, dtype, sharding
@@ -92,14 +85,8 @@ class Frame:
 
     @functools.cached_property
     def primitives(self) -> frozenset[str]:
-        """The names of the primitives in the jaxpr and in what it calls."""
-        found, waiting = set(), [self.jaxpr]
-        while waiting:
-            for eqn in waiting.pop().eqns:
-                found.add(eqn.primitive.name)
-                if eqn.primitive.name in CALLS:
-                    waiting.extend(sub_jaxprs(eqn))
-        return frozenset(found)
+        """The names of the primitives in the jaxpr and in what it calls, without calls."""
+        return frozenset([eqn.primitive.name for eqn in leaves(self.jaxpr.eqns)])
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[tuple[Equation, int]]]:
@@ -245,9 +232,6 @@ class Visitor:
         return self.frame.env[atom]
 
 
-Handler = Callable[[Visitor, Op], Outcome]
-
-
 def rewrite(
     visitor: Visitor,
     op: Op,
@@ -265,11 +249,9 @@ def rewrite(
     """
     body, consts = open_jaxpr(jaxpr)
     cache, scopes = visitor.cache, visitor.scopes_inside(op.eqn, op.scopes)
-    leaves, structure = jax.tree.flatten(more)
-    types = (
-        *avals,
-        *(jax.typeof(x) if isinstance(x, jax.Array) else x for x in leaves),
-    )
+    arrays, structure = jax.tree.flatten(more)
+    more_types = [jax.typeof(x) if isinstance(x, jax.Array) else x for x in arrays]
+    types = (*avals, *more_types)
     local = visitor.cache_key(more)
     key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
     if local is not None and key in cache:
@@ -350,7 +332,7 @@ class Traced(NamedTuple):
     consts: Sequence[PyTree]  # Its constants
     arrays: list[PyTree]  # Its arguments
     named: list[Named]  # Their names, and which of them are parameters
-    has_params: bool  # Not while Linen or Haiku initialise a model
+    has_params: bool  # Not while Linen initialises a model
 
     def named_arrays(self) -> list[tuple[LeafName, PyTree]]:
         """Returns the arguments with their names."""

@@ -74,11 +74,6 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
-def body_of(eqn: Equation) -> PyTree:
-    """Returns the jaxpr of a call or of a scan."""
-    return next(sub_jaxprs(eqn))
-
-
 def called(eqn: Equation) -> PyTree:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
     inner = [x for x in eqn.params.values() if isinstance(x, JAXPRS)]
@@ -137,17 +132,13 @@ def walk_inside(here: Position) -> Iterator[Position]:
         yield from walk(body, here.inside())
 
 
-def equations(jaxpr: Any) -> Iterator[Equation]:
-    """Yields the equations of a jaxpr and of all jaxprs inside it."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        yield from equations_inside(eqn)
-
-
-def equations_inside(eqn: Equation) -> Iterator[Equation]:
-    """Yields the equations of the jaxprs inside an equation."""
-    for body in sub_jaxprs(eqn):
-        yield from equations(body)
+def equations(source: Any) -> Iterator[Equation]:
+    """Yields the equations of a jaxpr, or inside an equation, and of all jaxprs in them."""
+    is_equation = hasattr(source, "primitive")
+    for body in sub_jaxprs(source) if is_equation else [open_jaxpr(source)[0]]:
+        for eqn in body.eqns:
+            yield eqn
+            yield from equations(eqn)
 
 
 def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
@@ -160,14 +151,9 @@ def leaves(eqns: Iterable[Equation]) -> Iterator[Equation]:
             yield eqn
 
 
-def contains(jaxpr: Any, names: Collection[str]) -> bool:
-    """Returns whether a jaxpr holds one of these primitives, at any depth."""
-    return any(eqn.primitive.name in names for eqn in equations(jaxpr))
-
-
-def holds(eqn: Equation, names: Collection[str]) -> bool:
-    """Returns whether the jaxprs of an equation hold one of these primitives."""
-    return any(inner.primitive.name in names for inner in equations_inside(eqn))
+def holds(source: Any, names: Collection[str]) -> bool:
+    """Returns whether a jaxpr, or one inside an equation, holds one of these primitives."""
+    return any(eqn.primitive.name in names for eqn in equations(source))
 
 
 def fold(jaxpr: Any, func: Callable[[Any, Callable[[Equation], list[T]]], T]) -> T:
@@ -223,7 +209,7 @@ def every_use(
         if passes == "result":
             passes = every_use(jaxpr, eqn.outvars[0], judge, scopes, once=once)
         elif passes == "inside":
-            body = body_of(eqn)
+            body = next(sub_jaxprs(eqn))
             passes = every_use(body, body.invars[position], judge, around, once=once)
         if not passes:
             return False

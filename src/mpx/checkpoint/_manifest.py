@@ -14,11 +14,10 @@ import numpy as np
 from jax.tree_util import keystr
 from jaxtyping import PyTree
 
-from mpx._jax._compat import is_tracer
+from mpx._jax._compat import __version__, is_tracer
 from mpx._jax._nnx import nnx_module, put_back, take_out
 from mpx._jax._processes import gather_results
 from mpx._jax._tree import dtype_of, flatten_with_names, path_name, types_around
-from mpx._jax._version import __version__
 from mpx._optim._state import FlashState
 from mpx._scaling._loss_scaling import LossScaling
 from mpx.checkpoint._leaves import checksums, spans_processes, to_stored

@@ -23,9 +23,9 @@ from jaxtyping import PyTree
 from mpx._amp import amp
 from mpx._casting._cast import cast_to_float32
 from mpx._gradients._grad import value_and_grad
+from mpx._jax._compat import __version__
 from mpx._jax._devices import cuda_capability
 from mpx._jax._processes import gather
-from mpx._jax._version import __version__
 from mpx._scaling._loss_scaling import DynamicLossScaling
 from mpx.inspect._collectives import Collective, collectives
 from mpx.inspect._result import Result, Table, amount

@@ -45,7 +45,6 @@ from mpx._program._queries import (
     REMAT,
     Equation,
     equations,
-    equations_inside,
     has_body,
     names,
 )
@@ -184,7 +183,7 @@ class _Rounding(Visitor):
 
     def _as_written(self, op: Op) -> Outcome:
         """Runs an equation at its own dtypes, on f32 values."""
-        inner = equations_inside(op.eqn)
+        inner = equations(op.eqn)
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
             self.opaque.add(primitive_name(op.eqn))
         cast = [

@@ -15,7 +15,7 @@ from mpx._jax._devices import assumed_gpu, cuda_capability
 from mpx._jax._private import assumed_cudnn
 from mpx._optim._optimizers import FlashOptimizer, flash_adamw
 from mpx._optim._state import FlashState
-from mpx._program._queries import MATMULS, contains
+from mpx._program._queries import MATMULS, holds
 from mpx.inspect._buffers import by_dtype, nbytes, peak
 from mpx.inspect._dtypes import is_float, is_half
 from mpx.inspect._program import Program, gradient, program, unwrapped
@@ -182,7 +182,7 @@ def _option(
     all_inputs, held, stored = sizes
     grads = range(1, len(full.jaxpr.out_avals))
     needed = peak(full.jaxpr, grads if is_released else ())
-    workspace = _WORKSPACE if contains(full.jaxpr, MATMULS) else 0
+    workspace = _WORKSPACE if holds(full.jaxpr, MATMULS) else 0
     at_peak = [x for x in needed.live if x.is_saved and not x.is_result]
     made = sum(x.bytes for x in needed.live if x.is_result)
     kept = sum(x.bytes for x in at_peak)

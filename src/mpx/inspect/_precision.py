@@ -19,7 +19,7 @@ from mpx._program._queries import (
     MOVES,
     Equation,
     Position,
-    equations_inside,
+    equations,
     flops,
 )
 from mpx.inspect._buffers import nbytes
@@ -98,8 +98,8 @@ def _is_opaque(eqn: Equation) -> bool:
     name = primitive_name(eqn)
     if REASONS.get(name) != REASONS["pallas_call"] or name in _REFERENCES:
         return False
-    equations = (eqn, *equations_inside(eqn))
-    return not any("mpx_" in str(x.params.get("name")) for x in equations)
+    inside = (eqn, *equations(eqn))
+    return not any("mpx_" in str(x.params.get("name")) for x in inside)
 
 
 def _matmul(here: Position, place: Place, reason: Reason) -> Matmul:
