@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._ops._attention import causal
-from mpx._program._queries import Equation
+from mpx._recognise._constants import RULES, SAME
 from mpx._recognise._softmax import (
     MASKED,
     SUMMED,
@@ -26,12 +26,11 @@ from mpx._recognise._softmax import (
     Meaning,
     Scores,
     Side,
-    Softmaxes,
+    Term,
     before_broadcast,
     operand_labels,
     product_labels,
 )
-from mpx._recognise._terms import RULES, SAME, Term
 
 _WIDTH: Label = ("width", 0)
 _BIASES = 1e8
@@ -53,7 +52,7 @@ class Axes(NamedTuple):
 class Match(NamedTuple):
     """Attention that was found in a program."""
 
-    eqn: Equation  # The equation that multiplies with the values
+    last: Term  # The product with the values
     operands: list[Term]  # Queries, keys and values
     labels: list[Labels]  # Those of the axes of the operands
     result: Labels  # Those of the axes of the result
@@ -125,17 +124,16 @@ class Match(NamedTuple):
         return where.broadcast_to(x, wide).reshape(shape)
 
 
-def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
+def find_attention(last: Term) -> Match | None:
     """Returns the attention of which a matmul is the last operation, if it is one."""
-    last = Term(softmaxes.level, eqn.outvars[0], eqn)
-    known = [softmaxes.meaning(term) for term in last.operands]
+    known = [term.meaning for term in last.operands]
     which = [i for i, x in enumerate(known) if x is not None and x.kind == "probs"]
     if len(which) != 1:
         return None
     (position,) = which
     meaning, value = known[position], last.operands[1 - position]
     assert meaning is not None
-    summed, batch = eqn.params["dimension_numbers"]
+    summed, batch = last.params["dimension_numbers"]
     axes = _axes(meaning, summed[position], batch[position])
     # Without a bound it may overflow where the kernel does not.
     if axes is None or not meaning.is_bounded:
@@ -152,7 +150,7 @@ def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     order = slice(None) if axes.key[0] == "rhs" else slice(None, None, -1)
     dot = meaning.scores.dot
     return Match(
-        eqn,
+        last,
         [*dot.operands[order], value],
         [*operand_labels(dot)[order], labels],
         product_labels(last, *(pair if position == 0 else pair[::-1])),
@@ -210,9 +208,9 @@ _RANDOM = {"random_bits", "threefry2x32", "random_wrap", "rng_bit_generator"}
 _ROUTING = ("top_k", "sort", "argmax", "gather")
 
 
-def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
+def reason_for_miss(last: Term) -> str | None:
     """Returns what keeps a matmul from being attention, if it is nearly one."""
-    waiting = [(softmaxes.level.term(atom), "") for atom in eqn.invars]
+    waiting = [(term, "") for term in last.operands]
     seen: dict[int, Term] = {}
     names: set[str] = set()
     found = None
@@ -221,7 +219,7 @@ def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
         if id(term) in seen or term.eqn is None:
             continue
         seen[id(term)] = term
-        meaning = softmaxes.meaning(term)
+        meaning = term.meaning
         if meaning is None and term.name != "dot_general":
             names.add(term.name)
             waiting += [(operand, term.name) for operand in term.operands]
@@ -352,7 +350,7 @@ def _laid_out(match: Match, side: Side) -> np.ndarray | None:
     value = side.term.constant
     if value is None:
         return None
-    memo = match.probs.level.root.memo
+    memo = match.last.program.memo
     key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
     if key not in memo:
         x = np.asarray(match.side(side, value))
@@ -374,7 +372,7 @@ def _pattern(
     match: Match, constants: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, Form | None, bool]:
     """Returns constant masks as one, its form, and whether it masks a row entirely."""
-    memo, key = match.probs.level.root.memo, (match.axes, *map(id, constants))
+    memo, key = match.last.program.memo, (match.axes, *map(id, constants))
     if key not in memo:
         parts = [x if x.dtype == bool else x == 0 for x in constants]
         mask = functools.reduce(np.logical_and, parts, np.ones((1, 1, 1, 1), bool))

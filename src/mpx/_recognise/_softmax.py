@@ -1,6 +1,8 @@
 """Recognising a softmax of the result of a matmul, however it is written.
 
-A term of the program may have a meaning:
+A term is a value of a jaxpr together with the equation that makes it. Calls of jitted
+functions are looked through: the result of a call is the term of the value inside that
+becomes it. A term may have a meaning:
 
     scores = scale · lhs rhs + bias, where mask, else fill
     exp = exp(scores - shift)       sum = Σ exp       probs = exp / sum
@@ -14,14 +16,22 @@ on how the softmax is written: a mean, nan or 0. Each meaning carries that numbe
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
-from mpx._recognise._terms import SAME, Level, Term
+from mpx._jax._compat import Literal as Number
+from mpx._jax._compat import has_shardings, is_tracer, open_jaxpr
+from mpx._program._interpreter import Aval, Jaxpr
+from mpx._program._queries import Equation
+from mpx._recognise._constants import RULES, SAME, as_constant, compute
 
+_JITS = ("jit", "pjit")
+_CALLS = (*_JITS, "closed_call", "core_call")
 _F32 = np.dtype(np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")
 Label = tuple[Literal["batch", "lhs", "rhs", "summed", "width"], int]
@@ -36,6 +46,74 @@ MASKED = -1e4
 """Scores that are replaced by this or less count as masked."""
 ABSORBING = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
+
+
+class Term:
+    """A value of a jaxpr or of one that it calls, and what is known of it.
+
+    Inputs, constants and literals have no equation; `callers` are the calls around it,
+    outermost first.
+    """
+
+    def __init__(
+        self,
+        program: "Program",
+        atom: Any,
+        callers: tuple[Equation, ...] = (),
+        eqn: Equation | None = None,
+        operands: "Sequence[Term]" = (),
+        *,
+        value: PyTree = None,
+    ) -> None:
+        self.program, self.atom, self.callers = program, atom, callers
+        self.eqn: Any = eqn
+        self.operands, self.value = operands, value
+        self.aval: Aval = atom.aval
+        self.shape: tuple[int, ...] = tuple(getattr(atom.aval, "shape", ()))
+        self.params: dict[str, PyTree] = {} if eqn is None else eqn.params
+        self.name: str = "" if eqn is None else eqn.primitive.name
+        if eqn is None:
+            self.is_fixed = value is not None and not is_tracer(value)
+        else:
+            self.is_fixed = all([x.is_fixed for x in operands]) and not eqn.effects
+        self.meaning = _meaning(self)
+
+    @functools.cached_property
+    def constant(self) -> np.ndarray | None:
+        """Its value if it depends on no input and is easy to compute."""
+        if not self.is_fixed or not (self.eqn is None or self.name in RULES):
+            return None
+        known, key = self.program.constants, self._key
+        if key not in known and self.eqn is None:
+            known[key] = as_constant(self.value, getattr(self.aval, "dtype", None))
+        elif key not in known:
+            known[key] = compute(self.eqn, [x.constant for x in self.operands])
+        return known[key]
+
+    @functools.cached_property
+    def _key(self) -> int:
+        """A number that is the same for constants that are computed in the same way."""
+        described: Any
+        if isinstance(self.atom, Number):
+            described = str(self.value), str(self.aval)
+        elif self.eqn is None:
+            described = id(self.value)
+        else:
+            operands = tuple(operand._key for operand in self.operands)
+            described = self.name, str(self.aval), str(self.params), operands
+        keys = self.program.keys
+        return keys.setdefault(described, len(keys))
+
+    @property
+    def scalar(self) -> float | None:
+        """The number that all elements of a constant are, if there is one."""
+        is_array = self.eqn is None and math.prod(self.shape) > 1
+        # An array that the function closes over is not fetched for this.
+        value = None if is_array else self.constant
+        if value is None or value.dtype.kind in "bc" or not value.size:
+            return None
+        first = value.reshape(-1)[0]
+        return float(first) if np.all(value == first) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,58 +169,64 @@ class Meaning(NamedTuple):
         return bool(self.summed) and self.shift == self.summed
 
 
-class Softmaxes:
-    """The meanings of the terms of a program."""
+class Program:
+    """The terms of the variables of a jaxpr; nothing is run or changed by looking."""
 
-    def __init__(self, level: Level) -> None:
-        self.level = level
-        self._known: dict[int, tuple[Term, Meaning | None]] = {}
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[PyTree]) -> None:
+        self.keys: dict[Any, int] = {}  # of constants, by how they are computed
+        self.constants: dict[int, np.ndarray | None] = {}
+        self.memo: dict[Any, Any] = {}  # layers have masks in common
+        self.terms = self._enter(jaxpr, consts, [Term(self, x) for x in jaxpr.invars])
 
-    def meaning(self, term: Term) -> Meaning | None:
-        """Returns the meaning of a term, if it has one."""
-        if term.eqn is None or id(term) in self._known:
-            return self._known.get(id(term), (term, None))[1]
-        # Without recursion: chains of operations may be longer than Python's stack.
-        waiting = [term]
-        while waiting:
-            last = waiting[-1]
-            rule = _RULES.get(last.name)
-            needs = [] if rule is None or _sums(last) else last.operands
-            new = [x for x in needs if x.eqn is not None and id(x) not in self._known]
-            if new:
-                waiting.extend(new)
-                continue
-            waiting.pop()
-            found = None
-            if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
-                known = [self.meaning(x) for x in needs]
-                if _sums(last) or any(x is not None for x in known):
-                    found = rule(last, known)
-            self._known[id(last)] = last, found
-        return self._known[id(term)][1]
+    def _enter(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[PyTree],
+        args: Sequence[Term],
+        callers: tuple[Equation, ...] = (),
+    ) -> dict[Any, Term]:
+        terms = dict(zip(jaxpr.invars, args, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            terms[var] = Term(self, var, callers, value=value)
+        for eqn in jaxpr.eqns:
+            operands = self._read(terms, eqn.invars)
+            name, params = eqn.primitive.name, eqn.params
+            if name in _CALLS and not (name in _JITS and has_shardings(params)):
+                body = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
+                inner = self._enter(*body, operands, (*callers, eqn))
+                outs = self._read(inner, body[0].outvars)
+            else:
+                outs = [Term(self, x, callers, eqn, operands) for x in eqn.outvars]
+            terms.update(zip(eqn.outvars, outs, strict=True))
+        return terms
 
-    def history(self, term: Term) -> list[Term]:
-        """Returns the terms from the matmul of the scores to a part of their softmax."""
-        found: dict[int, Term] = {}
-        waiting = [term]
-        while waiting:
-            term = waiting.pop()
-            meaning = self.meaning(term)
-            if meaning is None or id(term) in found:
-                continue
+    def _read(self, terms: dict[Any, Term], atoms: Sequence[Any]) -> list[Term]:
+        return [
+            Term(self, x, value=x.val) if isinstance(x, Number) else terms[x]
+            for x in atoms
+        ]
+
+
+def _meaning(term: Term) -> Meaning | None:
+    rule = _RULES.get(term.name)
+    if rule is None or str(getattr(term.aval, "dtype", "")) not in _FLOATS:
+        return None
+    known = [x.meaning for x in term.operands]
+    is_known = any([x is not None for x in known])
+    return rule(term, known) if is_known or term.name == "dot_general" else None
+
+
+def history(probs: Term) -> list[Term]:
+    """Returns the terms from the matmul of the scores to a part of their softmax."""
+    assert probs.meaning is not None
+    dot, found, waiting = probs.meaning.scores.dot, dict[int, Term](), [probs]
+    while waiting:
+        term = waiting.pop()
+        is_part = term.meaning is not None and term.meaning.scores.dot is dot
+        if is_part and id(term) not in found:
             found[id(term)] = term
-            if term is not meaning.scores.dot:
-                waiting += [x for x in term.operands if self._is_of(x, meaning)]
-        return list(found.values())
-
-    def _is_of(self, term: Term, meaning: Meaning) -> bool:
-        known = self.meaning(term)
-        return known is not None and known.scores.dot is meaning.scores.dot
-
-
-def _sums(term: Term) -> bool:
-    """Returns whether a term is a matmul: then its operands need no meaning."""
-    return term.name == "dot_general" and bool(term.params["dimension_numbers"][0][0])
+            waiting.extend(() if term is dot else term.operands)
+    return list(found.values())
 
 
 # --- Labels ---------------------------------------------------------------------------
@@ -187,9 +271,12 @@ def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
         }
         return Meaning("scores", Scores(term, sizes), product_labels(term, *sides))
     # Hugging Face multiplies weights by a mask of heads.
-    (position, source), *more = [(i, x) for i, x in enumerate(known) if x is not None]
+    found = [(i, x) for i, x in enumerate(known) if x is not None]
+    if len(found) != 1:
+        return None
+    ((position, source),) = found
     ones = term.operands[1 - position]
-    if more or ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
+    if ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
         return None
     pair = [source.labels, ((),) * len(ones.shape)]
     labels = product_labels(term, *(pair if position == 0 else pair[::-1]))
