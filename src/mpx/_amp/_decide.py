@@ -34,11 +34,6 @@ _OPAQUE = (
     "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
     "written. Call what is inside without it, or report this."
 )
-PRESETS = {
-    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
-    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
-    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
-}
 
 
 class Choice(NamedTuple):
@@ -81,14 +76,12 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     if callable(rule) and not isinstance(rule, str):
         return Choice("user", rule, getattr(rule, "__name__", "custom"))
     rule = Rule(rule)
-    if name not in MATMULS and rule not in PRESETS:
+    if name not in MATMULS or rule != Rule.LOW:
         return Choice(rule, rule, reason)
-    kept = reason_against(op.eqn, rule, op.facts)
+    kept = reason_against(op.eqn, op.facts)
     if kept is not None:
         return Choice("original", rule, kept)
-    if name in RAGGED and rule == Rule.LOW:
-        reason = describe_ragged(op.eqn)
-    return Choice("matmul" if rule == Rule.LOW else rule, rule, reason)
+    return Choice("matmul", rule, describe_ragged(op.eqn) if name in RAGGED else reason)
 
 
 def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:
@@ -114,9 +107,9 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
         return Choice("as written")
     rule, reason = region or amp.rule("dot_general", {}, op.facts[:2])
     is_asked = head.precision in _HIGHEST and not highest_is_the_default()
-    if rule == Rule.LOW and is_asked:
-        return Choice("original", rule, HIGHEST)
-    if rule == Rule.LOW or rule in PRESETS:
+    if rule == Rule.LOW:
+        if is_asked:
+            return Choice("original", rule, HIGHEST)
         return Choice("cross entropy", rule, reason)
     return Choice("original", rule if isinstance(rule, str) else Rule.ORIGINAL, reason)
 
@@ -131,22 +124,9 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
 }
 
 
-def reason_against(
-    eqn: Equation, rule: Rule, facts: Sequence[Source] = ()
-) -> str | None:
-    """Returns why an equation runs as written though its rule is another, if it does."""
-    name = eqn.primitive.name
-    if name not in MATMULS:
-        return "not a matmul" if rule in PRESETS else None
-    if rule != Rule.LOW and rule not in PRESETS:
-        return None
-    kept = _reason_as_asked(eqn)
-    if kept is None and rule != Rule.TRUE_F32:
-        kept = _reason_for_f32(eqn, facts)
-    if kept is None and rule in PRESETS and name != "dot_general":
-        # Convolutions know precisions but no algorithms.
-        kept = "algorithms exist for dot_general only"
-    return kept
+def reason_against(eqn: Equation, facts: Sequence[Source] = ()) -> str | None:
+    """Returns why a matmul runs as written though its rule is `low`, if it does."""
+    return _reason_as_asked(eqn) or _reason_for_f32(eqn, facts)
 
 
 def _reason_as_asked(eqn: Equation) -> str | None:

@@ -18,13 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import PyTree
 
 from mpx._amp._chains import CURVED, choose_chain
 from mpx._amp._decide import (
     HIGHEST,
-    PRESETS,
     RAGGED,
     Choice,
     can_fuse,
@@ -337,22 +335,6 @@ def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
     return multiply(op.eqn, args, amp.dtype)
 
 
-def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
-    """Runs a matmul of f32 operands by an algorithm of the hardware."""
-    # One may be a 16-bit parameter.
-    args = [cast(x, F32) for x in changed(op, amp.widen)]
-
-    def chosen(*args: PyTree) -> Values:
-        return bind(op.eqn, args, precision=PRESETS[rule])
-
-    if rule == Rule.TF32:
-        # Only CUDA has it; elsewhere the plain f32 product is at least as exact.
-        return lax.platform_dependent(
-            *args, cuda=chosen, default=lambda *x: bind(op.eqn, x)
-        )
-    return chosen(*args)
-
-
 def multiply(
     eqn: Equation, args: Values, dtype: np.dtype, otherwise: Multiply | None = None
 ) -> Values:
@@ -372,9 +354,6 @@ _multiply_wide = functools.partial(multiply, otherwise=plain_multiply)
 
 
 def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
-    dtype, precision = amp.dtype, None
-    if rule in PRESETS:
-        dtype, precision = F32, PRESETS[rule]
     head = op.eqn.params["head"]
     # The hidden states and the weight, which come first, may be held in 16 bits. But logits
     # that are kept are in an array of the weight's dtype as it was written.
@@ -382,9 +361,7 @@ def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
     values = [*op.values[:free], *changed(op, amp.widen)[free:]]
     # In a loop, what is kept would be stacked over the iterations.
     may_keep = head.may_keep and not amp.in_loop
-    head = dataclasses.replace(
-        head, dtype=dtype, precision=precision, may_keep=may_keep
-    )
+    head = dataclasses.replace(head, dtype=amp.dtype, precision=None, may_keep=may_keep)
     return bind(op.eqn, arrays_of(values), head=head)
 
 
@@ -484,7 +461,7 @@ def _used_only_low(
         name = eqn.primitive.name
         if name in MATMULS:
             rule, _ = amp.region_rule(eqn, scopes) or amp.rule(name, eqn.params, [fact])
-            return rule == Rule.LOW and reason_against(eqn, Rule.LOW) is None
+            return rule == Rule.LOW and reason_against(eqn) is None
         if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
             return "result"
         return "inside" if name in CALLS else False
@@ -529,7 +506,6 @@ _EMITTERS: dict[str, Callable[..., Values | Outcome]] = {
     Rule.WIDEST: _widest,
     Rule.FOLLOW: _follow,
     Rule.ORIGINAL: _original,
-    **dict.fromkeys(PRESETS, _by_algorithm),
 }
 """By `Choice.how`: runs one equation by a rule. What is known of the results may be told, or
 follows from the operands."""

@@ -189,7 +189,7 @@ class _Search:
 
 def _reason_by_precision(eqn: Equation) -> str | None:
     if any(is_eligible(var.aval) for var in eqn.invars):
-        return reason_against(eqn, Rule.LOW)
+        return reason_against(eqn)
     asked = eqn.params.get("precision")
     for item in asked if isinstance(asked, tuple) else (asked,):
         if item not in _NATURAL:

@@ -48,11 +48,6 @@ class Rule(enum.StrEnum):
     WIDEST = "widest"
     FOLLOW = "follow"  # Runs in whatever dtype its operand has
     ORIGINAL = "original"  # Operands are cast back to the dtypes of the traced function
-    # Matmuls of f32 operands: in TF32 where the hardware has it, in bf16 summed in f32, or
-    # in full f32, where GPUs from Ampere on use TF32 otherwise.
-    TF32 = "tf32"
-    BF16_F32 = "bf16_f32"
-    TRUE_F32 = "true_f32"
 
 
 # A rule, its reason, and its primitives. A name stands in one row only; a test checks that.
@@ -143,7 +138,7 @@ def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> R
 
 RuleLike = Rule | str | Callable[..., PyTree]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
-_BASES = ("safe", "original", "tf32", "bf16_f32", "true_f32")
+_BASES = ("safe", "original")
 _Found = tuple[RuleLike, str] | None
 """A rule and the reason, if there is one."""
 
@@ -157,8 +152,7 @@ class AmpRules:
     a matmul reads, the primitive, and at last the base.
 
     Attributes:
-        base: `"safe"`, the rule table; `"original"`, everything as written; or `"tf32"`,
-            `"bf16_f32"`, `"true_f32"`: f32 activations, and matmuls by that algorithm.
+        base: `"safe"`, the rule table, or `"original"`, everything as written.
         primitives: From a primitive (object or name) to a rule.
         scopes: From a regular expression, searched in the path of `jax.named_scope`s
             such as `block/attn`, to a rule.
@@ -168,8 +162,7 @@ class AmpRules:
         params: From a regular expression, searched in the path of a parameter such as
             `layers/0/weight`, to a rule, for the matmuls that read it.
 
-    A rule is one of `"low"`, `"f32"`, `"widest"`, `"follow"`, `"original"`, for matmuls
-    also `"tf32"`, `"bf16_f32"` and `"true_f32"`; or a function
+    A rule is one of `"low"`, `"f32"`, `"widest"`, `"follow"`, `"original"`; or a function
     `(compute_dtype, original_dtypes, *operands, **params) -> operands, params`.
 
     A primitive that does not exist is an error, and so is, when the function is called, an
@@ -201,8 +194,8 @@ class AmpRules:
         """Checks the rules and makes primitives names."""
         if self.base not in _BASES:
             raise ValueError(
-                f"`base` must be one of {', '.join(_BASES)}, but {self.base!r} was "
-                "given."
+                f"`rules` must be one of {', '.join(_BASES)} or an `mpx.AmpRules`, but "
+                f"{self.base!r} was given."
             )
         for field in ("primitives", "scopes", "functions", "params"):
             parsed = {}
@@ -323,9 +316,8 @@ class AmpRules:
             if name == "integer_pow":
                 return rule_for(name, params, compute_is_f16), REASONS["square"]
             return PRIMITIVES.get(name, Rule.ORIGINAL), REASONS.get(name, UNKNOWN)
-        is_other = self.base != "original" and name in MATMULS
         reason = f"policy {self.base}" if name in PRIMITIVES else UNKNOWN
-        return Rule(self.base) if is_other else Rule.ORIGINAL, reason
+        return Rule.ORIGINAL, reason
 
 
 FUNCTION_SCOPE = "mpx.function:"
@@ -382,29 +374,16 @@ def _parse(value: RuleLike, field: str, key: str) -> RuleLike:
         ) from None
 
 
-def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
-    """Returns rules from what a user may pass; a dictionary has jaxamp's meaning."""
-    if rules is None:
-        return AmpRules()
+def as_amp_rules(rules: AmpRules | str | None) -> AmpRules:
+    """Returns rules from what a user may pass."""
     if isinstance(rules, AmpRules):
         return rules
-    if isinstance(rules, str):
-        if rules not in _BASES:
-            raise ValueError(
-                f"`rules` must be one of {', '.join(_BASES)}, an `mpx.AmpRules` or a "
-                f"dictionary, but {rules!r} was given."
-            )
-        return AmpRules(rules)
-    if not isinstance(rules, Mapping):
+    if rules is not None and not isinstance(rules, str):
         raise TypeError(
-            '`rules` must be an `mpx.AmpRules`, a name such as "safe" or a '
-            f"dictionary, but {type(rules).__name__} was given."
+            '`rules` must be an `mpx.AmpRules` or a name such as "original", but '
+            f"{type(rules).__name__} was given."
         )
-    is_primitive = lambda key: not isinstance(key, str) or key in PRIMITIVES  # noqa: E731
-    return rules_by_name(
-        {key: rule for key, rule in rules.items() if is_primitive(key)},
-        {key: rule for key, rule in rules.items() if not is_primitive(key)},
-    )
+    return AmpRules("safe" if rules is None else rules)
 
 
 def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:

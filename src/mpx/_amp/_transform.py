@@ -1,8 +1,8 @@
 """`amp`, and the marks `amp_stop` and `amp_low`."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -74,7 +74,7 @@ class AmpKeywords(TypedDict, total=False):
 
     params: int | str | Sequence[int | str] | None
     keep: Selectors
-    rules: AmpRules | str | Mapping[Any, Any] | None
+    rules: AmpRules | str | None
     narrow_carry: bool
     reduce_dtype: DTypeLike | None
     attention: Literal["fuse", "keep"]
@@ -96,7 +96,7 @@ def amp(
     *,
     params: int | str | Sequence[int | str] | None = None,
     keep: Selectors = (),
-    rules: AmpRules | str | Mapping[Any, Any] | None = None,
+    rules: AmpRules | str | None = None,
     narrow_carry: bool = False,
     reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
@@ -128,8 +128,7 @@ def amp(
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
             with parameters that it holds), a predicate `(path, leaf) -> bool` for
             parameters, or a list of these.
-        rules: `"safe"` (the default), an `AmpRules` or the name of its base, or a dictionary
-            as in jaxamp.
+        rules: `"safe"` (the default), `"original"` or an `AmpRules`.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
         reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so

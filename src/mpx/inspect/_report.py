@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxtyping import PyTree
 
-from mpx._amp._decide import IN_KERNEL, PRESETS, RAGGED
+from mpx._amp._decide import IN_KERNEL, RAGGED
 from mpx._amp._facts import Decision
 from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
@@ -21,8 +21,6 @@ from mpx.inspect._program import Program, gradient, program
 from mpx.inspect._result import Result, Table, amount, percent, short_source, total
 
 # --- What amp and fp8 decided ---------------------------------------------------------
-
-_BY_USER = ("policy ", "scope ", "function ", "parameter ")
 
 
 class Recognised(NamedTuple):
@@ -72,8 +70,6 @@ class AmpView:
             if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
                 is_low = short_dtypes(x.after[:1]) == self.dtype
                 return not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
-            if x.rule in PRESETS:
-                return not x.reason.startswith(_BY_USER)
             return x.rule in (Rule.F32, Rule.ORIGINAL) and not _is_opaque(x)
 
         return tuple(filter(is_kept, self.decisions))
