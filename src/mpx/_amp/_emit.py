@@ -24,7 +24,6 @@ from mpx._amp._chains import CURVED, choose_chain
 from mpx._amp._decide import (
     HIGHEST,
     RAGGED,
-    Choice,
     can_fuse,
     decide,
     highest_is_the_default,
@@ -34,7 +33,6 @@ from mpx._amp._decide import (
 )
 from mpx._amp._facts import (
     F32,
-    Decision,
     Settings,
     Source,
     cast,
@@ -165,7 +163,15 @@ class Autocast(Settings):
             is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
             self.found.add("low" if is_low else "highest" if is_kept else "")
         if self.decisions is not None and choice.rule is not None:
-            self.decisions.append(_decision(op, choice, outs, self.caller))
+            is_user = choice.how == "user"
+            self.tell(
+                op.eqn,
+                op.scopes,
+                rule=choice.reason if is_user else str(choice.rule),
+                reason="" if is_user else choice.reason,
+                params=tuple(fact.name for fact in op.facts if fact.name),
+                after=tuple(str(jnp.result_type(out)) for out in outs),
+            )
         return outs, known
 
 
@@ -173,19 +179,6 @@ def autocast_for(dtype: np.dtype | None, reduce: Reduce, **options: Any) -> Auto
     """Returns the visitor for one call, by what is set around it."""
     chosen = as_compute_dtype(dtype)
     return Autocast(dtype=chosen, reduce=amp_reduce(reduce), **options)
-
-
-def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
-    is_user = choice.how == "user"
-    return Decision.about(
-        op.eqn,
-        op.scopes,
-        caller,
-        rule=choice.reason if is_user else str(choice.rule),
-        reason="" if is_user else choice.reason,
-        params=tuple(fact.name for fact in op.facts if fact.name),
-        after=tuple(str(jnp.result_type(out)) for out in outs),
-    )
 
 
 # --- Single equations -----------------------------------------------------------------

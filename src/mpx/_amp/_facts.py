@@ -239,24 +239,6 @@ class Decision(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     flops: int
 
-    @classmethod
-    def about(
-        cls, eqn: Equation, scopes: Scopes, caller: Equation = None, **fields: Any
-    ) -> "Decision":
-        """Returns a decision about an equation, with fields that it does not tell."""
-        frames = source_frames(eqn) or (source_frames(caller) if caller else [])
-        told = {
-            "primitive": eqn.primitive.name,
-            "scope": "/".join(x for x in scopes if not x.startswith(FUNCTION_SCOPE)),
-            "source": f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            "params": (),
-            "before": tuple(str(var.aval.dtype) for var in eqn.invars),
-            "after": tuple(str(var.aval.dtype) for var in eqn.outvars),
-            "shapes": tuple(tuple(var.aval.shape) for var in eqn.invars),
-            "flops": flops(eqn),
-        }
-        return cls(**{**told, **fields})
-
 
 @dataclasses.dataclass(eq=False)
 class Recording:
@@ -315,6 +297,23 @@ class Settings(Transformation):
     is_plain: bool = False
     # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None
+
+    def tell(self, eqn: Equation, scopes: Scopes, **fields: Any) -> None:
+        """Records a decision about an equation, with fields that it does not tell."""
+        if self.decisions is None:
+            return
+        frames = source_frames(eqn) or (self.caller and source_frames(self.caller))
+        told = {
+            "primitive": eqn.primitive.name,
+            "scope": "/".join(x for x in scopes if not x.startswith(FUNCTION_SCOPE)),
+            "source": f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+            "params": (),
+            "before": tuple(str(var.aval.dtype) for var in eqn.invars),
+            "after": tuple(str(var.aval.dtype) for var in eqn.outvars),
+            "shapes": tuple(tuple(var.aval.shape) for var in eqn.invars),
+            "flops": flops(eqn),
+        }
+        self.decisions.append(Decision(**{**told, **fields}))
 
     @property
     def kept_types(self) -> tuple[type, ...]:

@@ -18,7 +18,6 @@ from mpx._amp._decide import reason_against
 from mpx._amp._facts import (
     DATA,
     LOW_DTYPES,
-    Decision,
     Settings,
     Source,
     cast,
@@ -122,16 +121,9 @@ class _Search:
 
     def tell(self, eqn: Equation, reason: str) -> None:
         """Tells the report why attention is kept."""
-        if self.amp.decisions is not None:
-            row = Decision.about(
-                eqn,
-                self.scopes + scopes_of(eqn),
-                primitive="attention",
-                rule=str(Rule.ORIGINAL),
-                reason=reason,
-                flops=0,
-            )
-            self.amp.decisions.append(row)
+        scopes, rule = self.scopes + scopes_of(eqn), str(Rule.ORIGINAL)
+        what = {"primitive": "attention", "rule": rule, "reason": reason, "flops": 0}
+        self.amp.tell(eqn, scopes, **what)
 
     def replacement(self, last: Term, match: Match | None) -> Replacement | str | None:
         """Returns how attention runs in one kernel, or the reason against it."""
@@ -249,20 +241,18 @@ def _replacement(
         asked = op.eqn.outvars[0].aval
         if not is_eligible(asked) or not is_eligible(match.operands[2].aval):
             out = cast(out, asked.dtype)  # as it was asked for
-        if amp.decisions is not None:
-            (batch, rows, heads, size), (_, keys, _, _), _ = match.shapes
-            row = Decision.about(
-                op.eqn,
-                op.scopes,
-                primitive=_CALL,
-                rule=str(Rule.LOW),
-                reason="recognised",
-                params=tuple(fact.name for _, fact in operands if fact.name),
-                after=(str(out.dtype),),
-                shapes=tuple(match.shapes),
-                flops=4 * batch * heads * rows * keys * size,
-            )
-            amp.decisions.append(row)
+        (batch, rows, heads, size), (_, keys, _, _), _ = match.shapes
+        amp.tell(
+            op.eqn,
+            op.scopes,
+            primitive=_CALL,
+            rule=str(Rule.LOW),
+            reason="recognised",
+            params=tuple(fact.name for _, fact in operands if fact.name),
+            after=(str(out.dtype),),
+            shapes=tuple(match.shapes),
+            flops=4 * batch * heads * rows * keys * size,
+        )
         return [out], [DATA]
 
     return Replacement(list(outer), run)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._amp._call import parse_params, under_amp
-from mpx._amp._emit import autocast_for
+from mpx._amp._emit import Autocast, autocast_for
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._context import is_amp, parse_reduce
 from mpx._casting._keep import STOP_SCOPE
@@ -155,21 +155,21 @@ def amp(
         raise ValueError(
             f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
         )
-    if dtype is not None:
-        dtype = as_compute_dtype(dtype)
-    found = parse_params(params)
-    chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
-    if func is None:
-        return _Decorator(
-            amp,
-            dtype=dtype,
-            params=params,
-            keep=chosen.keep,
-            rules=chosen,
-            narrow_carry=narrow_carry,
-            reduce_dtype=reduce_dtype,
-            attention=attention,
-        )
+    autocast = functools.partial(
+        autocast_for,
+        None if dtype is None else as_compute_dtype(dtype),
+        parse_reduce(reduce_dtype),
+        params=parse_params(params),
+        rules=as_amp_rules(rules).keeping(parse_selectors(keep, "keep")),
+        narrow_carry=narrow_carry,
+        attention=attention,
+    )
+    return _Decorator(_wrap, autocast) if func is None else _wrap(autocast, func)
+
+
+def _wrap(
+    autocast: Callable[[], Autocast], func: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
     if not callable(func):
         raise TypeError(
             "`amp` takes a function, such as a loss or a module, but "
@@ -181,15 +181,6 @@ def amp(
             "The function is under `amp` already. What the inner one chose holds, and the "
             "outer one finds nothing to do. Call `amp` once."
         )
-    autocast = functools.partial(
-        autocast_for,
-        dtype,
-        parse_reduce(reduce_dtype),
-        params=found,
-        rules=chosen,
-        narrow_carry=narrow_carry,
-        attention=attention,
-    )
     return under_amp(func, autocast)
 
 
