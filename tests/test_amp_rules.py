@@ -562,17 +562,6 @@ def test_primitive_that_the_table_does_not_list_may_have_a_rule():
         assert AmpRules(primitives={name: "f32"}).primitives == {name: Rule.F32}
 
 
-def test_policies_are_hashable_and_equal_by_their_rules_in_order():
-    def policy(*scopes):
-        return AmpRules(scopes=dict.fromkeys(scopes, "f32"), params={"a": "low"})
-
-    assert policy("a", "b") == policy("a", "b") != policy("b", "a")  # the first decides
-    assert hash(policy("a", "b")) == hash(policy("a", "b"))
-    assert len({AmpRules(), AmpRules("safe"), AmpRules("original")}) == 2
-    static = jax.jit(lambda x, policy: amp(jnp.sin, rules=policy)(x), static_argnums=1)
-    assert_trees_equal(static(X, AmpRules()), jax.jit(jnp.sin)(X))
-
-
 @pytest.mark.parametrize("dtype", ["int8", "e4m3", "f32", jnp.float64, "bf32"])
 def test_compute_dtype_other_than_16_bits_is_refused(dtype):
     with pytest.raises(ValueError, match="`dtype` must be f16 or bf16, but"):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._chains import CURVED, choose_chain
+from mpx._amp._chains import CURVED, run_chain
 from mpx._amp._decide import (
     HIGHEST,
     RAGGED,
@@ -150,9 +150,8 @@ class Autocast(Settings):
         # Equations that are run out of turn, for recognised ones, are in no chain.
         in_turn = self.is_plain and self.frame.eqn is op.eqn
         has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
-        if has_chains and (found := choose_chain(self, op)) is not None:
-            choice, run = found
-            result = run(self, op)
+        if has_chains and (found := run_chain(self, op)) is not None:
+            choice, result = found
         else:
             choice = decide(self, op)
             result = _EMITTERS[choice.how](self, op, choice.rule)

@@ -166,8 +166,7 @@ class AmpRules:
     `(compute_dtype, original_dtypes, *operands, **params) -> operands, params`.
 
     A primitive that does not exist is an error, and so is, when the function is called, an
-    expression that selects nothing. Rules are hashable, and equal if they are the same in
-    the same order.
+    expression that selects nothing.
 
     Examples:
         >>> rules = AmpRules(scopes={"router$": "original"}, params={"^head": "f32"})
@@ -240,18 +239,6 @@ class AmpRules:
                 raise
             warn(str(error))
         return rules
-
-    def _key(self) -> tuple[PyTree, ...]:
-        rules = (self.primitives, self.scopes, self.functions, self.params)
-        return (self.base, self.keep, *(tuple(x.items()) for x in rules))
-
-    def __eq__(self, other: object) -> bool:
-        """Returns whether the other has the same rules in the same order."""
-        return isinstance(other, AmpRules) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        """Returns a number that equal rules share."""
-        return hash(self._key())
 
     @property
     def is_plain(self) -> bool:

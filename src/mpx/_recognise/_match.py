@@ -5,7 +5,6 @@ mask at all. Rows in which everything is masked are the same as in the function 
 all their probabilities are one number, `Meaning.empty`.
 """
 
-import dataclasses
 import functools
 import math
 import operator
@@ -399,22 +398,20 @@ def _form(mask: np.ndarray, rows: int, keys: int) -> Form | None:
 def _parts(side: Side) -> Iterator[Side]:
     """Yields the masks that a mask is made of: one of them may be a constant."""
     term, labels = before_broadcast(side.term, side.labels)
-    side = dataclasses.replace(side, term=term, labels=labels)
+    side = side._replace(term=term, labels=labels)
     name, operands = term.name, term.operands
     if side.kind == "bias" or term.constant is not None:
         yield side
     elif name in SAME:
-        yield from _parts(dataclasses.replace(side, term=operands[0]))
+        yield from _parts(side._replace(term=operands[0]))
     elif name == "not":
-        yield from _parts(
-            dataclasses.replace(side, term=operands[0], keeps=not side.keeps)
-        )
+        yield from _parts(side._replace(term=operands[0], keeps=not side.keeps))
     elif name in ("ne", "gt", "eq") and (inner := _truth(operands)) is not None:
         keeps = side.keeps == (name != "eq")
-        yield from _parts(dataclasses.replace(side, term=inner, keeps=keeps))
+        yield from _parts(side._replace(term=inner, keeps=keeps))
     elif name == ("and" if side.keeps else "or") and all(x.shape for x in operands):
         for operand in operands:
-            yield from _parts(dataclasses.replace(side, term=operand))
+            yield from _parts(side._replace(term=operand))
     else:
         yield side
 

@@ -15,7 +15,6 @@ A row in which everything is masked has one score, the fill. What its other part
 on how the softmax is written: a mean, nan or 0. Each meaning carries that number along.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -116,8 +115,7 @@ class Term:
         return float(first) if np.all(value == first) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """What was added to scores, or which of them were kept."""
 
     kind: Literal["bias", "mask"]
@@ -131,8 +129,7 @@ class Side:
     is_added: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Scaled products of a matmul with biases and masks."""
 
     dot: Term  # The term of the matmul
@@ -146,7 +143,7 @@ class Scores:
         return tuple(side for side in self.sides if side.kind == "mask")
 
     def with_side(self, side: Side) -> "Scores":
-        return dataclasses.replace(self, sides=(*self.sides, side))
+        return self._replace(sides=(*self.sides, side))
 
 
 class Meaning(NamedTuple):
@@ -351,15 +348,15 @@ def _scaled(source: Meaning, factor: float) -> Meaning | None:
     sides = []
     for side in source.scores.sides:
         if side.kind == "bias":
-            side = dataclasses.replace(side, factor=side.factor * factor)
+            side = side._replace(factor=side.factor * factor)
         else:
             fill = _rounded(side.fill * factor)
             if factor <= 0 or fill is None or fill > MASKED:
                 return None
-            side = dataclasses.replace(side, fill=fill)
+            side = side._replace(fill=fill)
         sides.append(side)
     scale = source.scores.scale * factor
-    scores = dataclasses.replace(source.scores, scale=scale, sides=tuple(sides))
+    scores = source.scores._replace(scale=scale, sides=tuple(sides))
     empty = None if source.empty is None else _rounded(source.empty * factor)
     return source._replace(scores=scores, empty=empty)
 
@@ -437,7 +434,7 @@ def _selected(term: Term, known: list[Meaning | None]) -> Meaning | None:
         return source._replace(scores=scores.with_side(side), empty=empty)
     # A mask of the exponentials alone is no mask of the scores: the largest score, which
     # is subtracted, may be a masked one.
-    before = [dataclasses.replace(x, fill=0.0, is_added=False) for x in scores.masks]
+    before = [x._replace(fill=0.0, is_added=False) for x in scores.masks]
     if source.kind in ("exp", "probs") and fill == 0.0 and before == [side]:
         return source._replace(empty=0.0)
     return None
