@@ -211,7 +211,7 @@ def _call_pure(
     if not widened:
         return merge(outs)
     # What is returned as it came is that very array.
-    given = {var: x for var, x in zip(body.invars, arrays, strict=True)}
+    given = dict(zip(body.invars, arrays, strict=True))
     outs = [
         given.get(var, out) if not isinstance(var, Literal) else out
         for var, out in zip(body.outvars, outs, strict=True)
@@ -260,19 +260,18 @@ _AS_WRITTEN = (
 
 def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
     """Casts what has the structure of 16-bit parameters, as gradients, to their dtypes."""
+
+    def is_alike(node: PyTree) -> bool:
+        return _kind(node) == kind
+
+    def restored(node: PyTree) -> PyTree:
+        return jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
+
     for tree in given:
         kind = _kind(tree)
-        if kind[0] == _LEAF or not any(map(is_low, jax.tree.leaves(tree))):
-            continue
-        is_alike = lambda node, kind=kind: _kind(node) == kind  # noqa: E731
-        restore = lambda node, tree=tree, is_alike=is_alike: (  # noqa: E731
-            jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
-        )
-        result = jax.tree.map(restore, result, is_leaf=is_alike)
+        if any(map(is_low, jax.tree.leaves(tree))) and not is_low(tree):
+            result = jax.tree.map(restored, result, is_leaf=is_alike)
     return result
-
-
-_LEAF = jax.tree.structure(0)
 
 
 def _kind(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
@@ -423,7 +422,9 @@ def flat_call(
     plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None
     state = split.rest if split is not None else None
-    arrays, put_back = _take_arrays((plain, state), _is_abstract)
+    arrays, put_back = _take_arrays(
+        (plain, state), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    )
 
     def call(visitor: Transformation, arrays: Sequence[PyTree]) -> list[PyTree]:
         plain, state = put_back(arrays)
@@ -447,7 +448,3 @@ def trace(
     """Returns the jaxpr of a call through a visitor."""
     arrays, call = flat_call(func, args, kwargs)
     return jax.make_jaxpr(functools.partial(call, visitor))(arrays)
-
-
-def _is_abstract(leaf: PyTree) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

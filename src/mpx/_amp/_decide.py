@@ -182,8 +182,10 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
+# By summed, batch, ragged and group axes of the operands, and their ranks.
 _KINDS: dict[Any, Kind] = {
-    ((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()
+    ((a,), (b,), (), (), (0,), groups, 2, 2 if kind == "sums" else 3): kind
+    for kind, (a, b, groups) in FORMS.items()
 }
 # Blocks of the kernel: rows that it loads together, the least number of rows, and what
 # divides the other sizes.
@@ -195,13 +197,10 @@ def kind_of(eqn: Equation) -> Kind | None:
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None or eqn.params.get("group_offset") is not None:
         return None
+    ragged, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     summed, batch = numbers.dot_dimension_numbers
-    form = (*map(tuple, summed), tuple(numbers.rhs_group_dimensions))
-    if any(map(len, batch)) or tuple(numbers.lhs_ragged_dimensions) != (0,):
-        return None
-    kind = _KINDS.get(form)
-    ranks = tuple(len(var.aval.shape) for var in eqn.invars[:2])
-    return kind if ranks == ((2, 2) if kind == "sums" else (2, 3)) else None
+    ranks = [len(var.aval.shape) for var in eqn.invars[:2]]
+    return _KINDS.get((*map(tuple, (*summed, *batch, ragged, groups)), *ranks))
 
 
 def no_grouped_kernel(eqn: Equation) -> str | None:

@@ -41,7 +41,6 @@ from mpx._amp._facts import (
     is_eligible,
     is_low,
     saturate,
-    widest,
 )
 from mpx._amp._rules import (
     BROADCASTING,
@@ -235,11 +234,12 @@ def _by_user(amp: Settings, op: Op, rule: Any) -> Values:
 def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     eqn, facts = op.eqn, op.facts
     soft = [fact.literal is not None or _is_bias(fact) for fact in facts]
-    dtype = widest(
+    dtypes = {
         value.dtype
         for var, value, follows in zip(eqn.invars, op.values, soft, strict=True)
         if is_eligible(var.aval) and not follows
-    )
+    }
+    dtype = dtypes.pop() if len(dtypes) == 1 else F32
     literals = [fact.literal for fact in facts if fact.literal is not None]
     if dtype == F32 or not all(short_name(dtype) in x for x in literals):
         return bind(eqn, changed(op, amp.widen))

@@ -9,7 +9,7 @@ of the program enter.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -198,12 +198,6 @@ def _(
     return _saturate(*primals, dtype), tangents[0]
 
 
-def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype that holds all of these: f32, unless they are one."""
-    chosen = {np.dtype(dtype) for dtype in dtypes}
-    return chosen.pop() if len(chosen) == 1 else F32
-
-
 def formats_that_hold(value: PyTree) -> tuple[str, ...]:
     """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
     size = abs(float(value))
@@ -213,14 +207,10 @@ def formats_that_hold(value: PyTree) -> tuple[str, ...]:
     return tuple(name for name, form in forms if form.tiny <= size <= form.max)
 
 
-def changed(
-    op: Op,
-    change: Callable[[Any], PyTree],
-    where: Callable[[Any], bool] = is_eligible,
-) -> Values:
-    """Returns the operands of an equation, changed where their types say so."""
+def changed(op: Op, change: Callable[[Any], PyTree]) -> Values:
+    """Returns the operands of an equation, changed where they are f32 as written."""
     return [
-        change(value) if where(var.aval) else value
+        change(value) if is_eligible(var.aval) else value
         for var, value in zip(op.eqn.invars, op.values, strict=True)
     ]
 

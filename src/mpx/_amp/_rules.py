@@ -279,14 +279,11 @@ class AmpRules:
 
     def param_rule(self, name: str) -> _Found:
         """Returns the rule of a parameter's name, and the reason."""
-        if name not in self._found:
-            self._found[name] = self._param_rule(name, None)
-        return self._found[name]
+        return self._found.get(name)
 
     def _param_rule(self, name: str, leaf: PyTree) -> _Found:
         for selector in self.keep:
-            known = leaf is not None or isinstance(selector, str | type)
-            if known and matches(selector, name, leaf):
+            if matches(selector, name, leaf):
                 return Rule.ORIGINAL, f"keep {shown(selector)}"
         for pattern, rule in self.params.items():
             if search(pattern, name):
@@ -299,12 +296,10 @@ class AmpRules:
         """Returns the rule of a primitive, and the reason."""
         if name in self.primitives:
             return self.primitives[name], f"policy {self.base}"
-        if self.base == "safe":
-            if name == "integer_pow":
-                return rule_for(name, params, compute_is_f16), REASONS["square"]
-            return PRIMITIVES.get(name, Rule.ORIGINAL), REASONS.get(name, UNKNOWN)
-        reason = f"policy {self.base}" if name in PRIMITIVES else UNKNOWN
-        return Rule.ORIGINAL, reason
+        if self.base == "original":
+            return Rule.ORIGINAL, "policy original" if name in PRIMITIVES else UNKNOWN
+        rule = rule_for(name, params, compute_is_f16)
+        return rule, REASONS.get("square" if name == "integer_pow" else name, UNKNOWN)
 
 
 FUNCTION_SCOPE = "mpx.function:"
@@ -315,12 +310,10 @@ def rules_by_name(
     primitives: Mapping[Any, RuleLike], scopes: Mapping[str, RuleLike]
 ) -> AmpRules:
     """Returns rules with jaxamp's meaning: what is not listed runs as it is written."""
-    exact = {name: rf"(^|/){re.escape(name)}$" for name in (*scopes, *_JAXAMP)}
-    by_path = {
-        exact[name]: _parse(rule, "scopes", name) for name, rule in scopes.items()
-    }
+    exact = lambda name: rf"(^|/){re.escape(name)}$"  # noqa: E731
+    by_path = {exact(name): rule for name, rule in scopes.items()}
     rules = AmpRules("original", primitives=primitives, scopes=by_path)
-    object.__setattr__(rules, "_optional", frozenset(exact[x] for x in _JAXAMP))
+    object.__setattr__(rules, "_optional", frozenset(map(exact, _JAXAMP)))
     return rules
 
 
