@@ -61,7 +61,6 @@ from mpx._jax._compat import (
     scan_sizes,
     source_frames,
 )
-from mpx._jax._formats import short_name
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
@@ -241,7 +240,8 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     }
     dtype = dtypes.pop() if len(dtypes) == 1 else F32
     literals = [fact.literal for fact in facts if fact.literal is not None]
-    if dtype == F32 or not all(short_name(dtype) in x for x in literals):
+    # A user's rule may have chosen another dtype than that which literals fit.
+    if dtype == F32 or not (all(literals) if dtype == amp.dtype else not literals):
         return bind(eqn, changed(op, amp.widen))
     values = [
         cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x

@@ -48,7 +48,6 @@ MOVES = _REPEATS.union(
 )
 # A result for each operand, which it equals.
 _BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constraint"))
-_HALVES = ("bf16", "f16")
 
 
 class Source(NamedTuple):
@@ -62,10 +61,10 @@ class Source(NamedTuple):
     names: frozenset[str] = frozenset()
     # The shape of the argument, if only operations that move numbers lie between
     leaf: tuple[int, ...] | None = None
-    # For a number that is written into the program, however broadcast: the 16-bit
-    # formats that hold it without overflow or underflow. Not the number itself: two
-    # calls of a jitted function with other numbers are one program.
-    literal: tuple[str, ...] | None = None
+    # For a number that is written into the program, however broadcast: whether the compute
+    # dtype holds it without overflow or underflow. Not the number itself: two calls of a
+    # jitted function with other numbers are one program.
+    literal: bool | None = None
 
     @property
     def is_param(self) -> bool:
@@ -138,11 +137,11 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     return [DATA if eqn.effects else found] * count
 
 
-def _converted(eqn: Equation, source: Source) -> tuple[str, ...] | None:
+def _converted(eqn: Equation, source: Source) -> bool | None:
     if not is_eligible(eqn.outvars[0].aval):
         return None
     # Zeros and ones are exact in every dtype.
-    return _HALVES if eqn.invars[0].aval.dtype == np.bool_ else source.literal
+    return eqn.invars[0].aval.dtype == np.bool_ or source.literal
 
 
 def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
@@ -196,15 +195,6 @@ def _(
     dtype: np.dtype, primals: tuple[PyTree], tangents: tuple[PyTree]
 ) -> tuple[PyTree, PyTree]:
     return _saturate(*primals, dtype), tangents[0]
-
-
-def formats_that_hold(value: PyTree) -> tuple[str, ...]:
-    """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
-    size = abs(float(value))
-    if not np.isfinite(size) or size == 0:
-        return _HALVES
-    forms = [(name, FORMATS[name]) for name in _HALVES]
-    return tuple(name for name, form in forms if form.tiny <= size <= form.max)
 
 
 def changed(op: Op, change: Callable[[Any], PyTree]) -> Values:
@@ -319,7 +309,9 @@ class Settings(Transformation):
     def literal_fact(self, atom: Any) -> Source:
         if not is_eligible(atom.aval):
             return CONSTANT
-        return Source("constant", literal=formats_that_hold(atom.val))
+        size, form = abs(float(atom.val)), FORMATS[short_name(self.dtype)]
+        fits = not np.isfinite(size) or size == 0 or form.tiny <= size <= form.max
+        return Source("constant", literal=fits)
 
     def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
         if kind == "carry":
@@ -372,8 +364,7 @@ class Settings(Transformation):
 
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[RuleLike, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
-        inner = self.scopes_inside(eqn, scopes) if self.rules.functions else scopes
-        return self.rules.scope_rule(inner)
+        return self.rules.scope_rule(self.scopes_inside(eqn, scopes))
 
     def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
         """Returns the scopes of a body, with one for the selected function that calls it."""
