@@ -151,8 +151,7 @@ def call_through(
 def _unbound(visitor: Transformation, call: _Call) -> _Call:
     """Returns a call with the arrays of a method or `partial` as named arguments."""
     func, args, kwargs = call
-    bound: tuple[PyTree, ...] = ()
-    inner = func
+    bound, inner = (), func
     if isinstance(func, functools.partial):
         bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
     elif inspect.ismethod(func) and not isinstance(func.__self__, type):
@@ -247,15 +246,13 @@ def _trace(
         except (TypeError, ValueError, NotImplementedError) as error:
             refused = error
     if refused is not None:
-        warn(_AS_WRITTEN.format(error=str(refused).strip().splitlines()[0]))
+        warn(
+            "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, "
+            "but it needs 16 bits itself, as by casts of its own. It runs as it is "
+            f"written, in 16 bits throughout: {str(refused).strip().splitlines()[0]} "
+            "Remove the casts, or cast to the dtype of the parameters."
+        )
     return open_jaxpr(jax.make_jaxpr(flat)(*arrays)), set()
-
-
-_AS_WRITTEN = (
-    "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
-    "needs 16 bits itself, as by casts of its own. It runs as it is written, in 16 bits "
-    "throughout: {error} Remove the casts, or cast to the dtype of the parameters."
-)
 
 
 def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:

@@ -29,7 +29,7 @@ from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
-from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation
+from mpx._program._queries import SHAPE_ONLY, Equation
 from mpx._recognise._match import (
     Masks,
     Match,
@@ -38,9 +38,8 @@ from mpx._recognise._match import (
     masks_of,
     reason_for_miss,
 )
-from mpx._recognise._softmax import Program, Term, history
+from mpx._recognise._softmax import Program, Term, history, reach
 
-_CALL = next(iter(ATTENTION))
 _NATURAL = (
     lax.DotAlgorithmPreset.BF16_BF16_F32,
     lax.DotAlgorithmPreset.F16_F16_F32,
@@ -121,9 +120,8 @@ class _Search:
 
     def tell(self, eqn: Equation, reason: str) -> None:
         """Tells the report why attention is kept."""
-        scopes, rule = self.scopes + scopes_of(eqn), str(Rule.ORIGINAL)
-        what = {"primitive": "attention", "rule": rule, "reason": reason, "flops": 0}
-        self.amp.tell(eqn, scopes, **what)
+        what = {"primitive": "attention", "rule": "original", "flops": 0}
+        self.amp.tell(eqn, self.scopes + scopes_of(eqn), reason=reason, **what)
 
     def replacement(self, last: Term, match: Match | None) -> Replacement | str | None:
         """Returns how attention runs in one kernel, or the reason against it."""
@@ -154,21 +152,17 @@ class _Search:
 
     def _reason_to_keep(self, match: Match) -> str | None:
         """Returns which rule or precision asks for the operations as they are written."""
-        amp, dot = self.amp, match.scores.dot
-        for term in history(match.probs):
-            region = amp.region_rule(term.eqn, _scopes_of(term, self.scopes))
-            rule, reason = region or amp.rule(term.name, term.params, ())
+        for term in (*history(match.probs), match.last):
+            is_dot = term in (match.scores.dot, match.last)
+            facts = [self._fact_of(x) for x in term.operands if is_dot]
+            region = self.amp.region_rule(term.eqn, _scopes_of(term, self.scopes))
+            rule, reason = region or self.amp.rule(term.name, term.params, facts)
             if callable(rule) and not isinstance(rule, Rule):
                 return f"the rule of {term.name} is a function"
-            if region is not None and rule == Rule.ORIGINAL:
-                return reason
-        for term, operands in ((dot, dot.operands), (match.last, match.operands[2:])):
-            facts = [self._fact_of(x) for x in operands]
-            region = amp.region_rule(term.eqn, _scopes_of(term, self.scopes))
-            rule, reason = region or amp.rule("dot_general", term.params, facts)
-            if rule == Rule.LOW:
+            if is_dot and rule == Rule.LOW:
                 reason = _reason_by_precision(term.eqn)
-            if reason is not None:
+            is_kept = region is not None and rule == Rule.ORIGINAL
+            if (is_dot or is_kept) and reason is not None:
                 return reason
         return None
 
@@ -209,22 +203,14 @@ def _replacement(
     Terms of the outermost level have been computed; those inside calls are computed when
     they are read, by the visitor.
     """
-    outer: dict[Any, Term] = {}
-    waiting, seen = [*match.operands, *masks.terms], set()
-    while waiting:
-        term = waiting.pop()
-        if id(term) in seen or isinstance(term.atom, Literal):
-            continue
-        seen.add(id(term))
-        if term.callers:
-            waiting.extend(term.operands)
-        else:
-            outer[term.atom] = term
+    terms = reach([*match.operands, *masks.terms], lambda x: bool(x.callers))
+    is_read = lambda x: not (x.callers or isinstance(x.atom, Literal))  # noqa: E731
+    outer = [term for term in terms if is_read(term)]
 
     def run(amp: Any, op: Op) -> Outcome:
         """Runs attention in 16 bits, and tells the report."""
         pairs = zip(op.values, op.facts, strict=True)
-        known = dict(zip(map(id, outer.values()), pairs, strict=True))
+        known = dict(zip(map(id, outer), pairs, strict=True))
         value_of = functools.partial(_value_of, amp, scopes, known)
 
         def wide(term: Term) -> Array:
@@ -245,7 +231,7 @@ def _replacement(
         amp.tell(
             op.eqn,
             op.scopes,
-            primitive=_CALL,
+            primitive="cudnn_attention",
             rule=str(Rule.LOW),
             reason="recognised",
             params=tuple(fact.name for _, fact in operands if fact.name),
@@ -255,7 +241,7 @@ def _replacement(
         )
         return [out], [DATA]
 
-    return Replacement(list(outer), run)
+    return Replacement([term.atom for term in outer], run)
 
 
 def _value_of(amp: Any, scopes: Scopes, known: dict[int, Value], term: Term) -> Value:

@@ -329,16 +329,14 @@ def _name(primitive: Any) -> str:
             f"`primitives[{name!r}]` cannot have a rule: what it calls has its own rules, "
             "and a cast is honoured. For a region use `scopes` or `functions`."
         )
-    if isinstance(primitive, str) and name not in PRIMITIVES:
-        known = {*PRIMITIVES, *lowered_primitives()}
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise ValueError(
-                f"`primitives[{name!r}]` must be the name of a primitive, but JAX has "
-                f"none of that name.{hint} Print `jax.make_jaxpr(func)(...)` to see those "
-                "of a function, or pass the object, such as `jax.lax.dot_general_p`."
-            )
+    if name == primitive and not (name in PRIMITIVES or name in lowered_primitives()):
+        close = difflib.get_close_matches(name, PRIMITIVES)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(
+            f"`primitives[{name!r}]` must be the name of a primitive, but JAX has none of "
+            f"that name.{hint} Print `jax.make_jaxpr(func)(...)` to see those of a "
+            "function, or pass the object, such as `jax.lax.dot_general_p`."
+        )
     return name
 
 

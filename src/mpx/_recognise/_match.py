@@ -6,6 +6,7 @@ all their probabilities are one number, `Meaning.empty`.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from mpx._recognise._softmax import (
     before_broadcast,
     operand_labels,
     product_labels,
+    reach,
 )
 
 _WIDTH: Label = ("width", 0)
@@ -209,29 +211,25 @@ _ROUTING = ("top_k", "sort", "argmax", "gather")
 
 def reason_for_miss(last: Term) -> str | None:
     """Returns what keeps a matmul from being attention, if it is nearly one."""
-    waiting = [(term, "") for term in last.operands]
-    seen: dict[int, Term] = {}
-    names: set[str] = set()
-    found = None
-    while waiting and len(seen) < _MOST_SEARCHED:
-        term, reader = waiting.pop(0)
-        if id(term) in seen or term.eqn is None:
-            continue
-        seen[id(term)] = term
-        meaning = term.meaning
-        if meaning is None and term.name != "dot_general":
-            names.add(term.name)
-            waiting += [(operand, term.name) for operand in term.operands]
-        elif meaning is not None and meaning.kind == "probs":
-            if reader and reader not in _ROUTING:
-                found = f"{reader} between softmax and values"
-            elif not reader and not meaning.is_bounded:
-                found = "softmax without the largest score of each row subtracted"
-        elif meaning is not None and (reader, "exp" in names) == ("tanh", True):
-            found = "a soft cap (tanh) of the scores"
-    if found is not None and "between" in found and names & _RANDOM:
-        return "dropout between softmax and values"
-    return found
+    known = [x.meaning for x in last.operands if x.meaning is not None]
+    probs = [x for x in known if x.kind == "probs"]
+    if probs:
+        return None if all(x.is_bounded for x in probs) else _NO_SHIFT
+    is_other = lambda x: x.meaning is None and x.name not in ("", "dot_general")  # noqa: E731
+    terms = [*itertools.islice(reach(last.operands, is_other), _MOST_SEARCHED)]
+    readers = [x for x in terms if is_other(x)]
+    names = {x.name for x in readers}
+    for term in readers:
+        kinds = {x.meaning.kind for x in term.operands if x.meaning is not None}
+        if "probs" in kinds and term.name not in _ROUTING:
+            what = "dropout" if names & _RANDOM else term.name
+            return f"{what} between softmax and values"
+        if term.name == "tanh" and kinds and "exp" in names:
+            return "a soft cap (tanh) of the scores"
+    return None
+
+
+_NO_SHIFT = "softmax without the largest score of each row subtracted"
 
 
 # --- Biases and masks -----------------------------------------------------------------
@@ -325,19 +323,14 @@ def masks_of(match: Match) -> Masks | str:
     return found._replace(empty=empty, is_added=is_added)
 
 
-def _may_mask(term: Term) -> bool:
+def _may_mask(bias: Term) -> bool:
     """Returns whether a bias is computed with numbers as large as those of masks."""
-    waiting, seen = [term], set()
-    while waiting and len(seen) < _MOST_SEARCHED:
-        term = waiting.pop()
+    enters = lambda x: x.constant is None and x.name in RULES  # noqa: E731
+    for term in itertools.islice(reach([bias], enters), _MOST_SEARCHED):
         value = term.constant
-        if value is not None and value.size:
-            is_float = jnp.issubdtype(value.dtype, jnp.floating)
-            if is_float and not np.abs(value).max() < -MASKED:
-                return True
-        elif term.name in RULES and id(term) not in seen:
-            seen.add(id(term))
-            waiting.extend(term.operands)
+        is_float = value is not None and jnp.issubdtype(value.dtype, jnp.floating)
+        if is_float and value.size and not np.abs(value).max() < -MASKED:
+            return True
     return False
 
 

@@ -17,7 +17,7 @@ on how the softmax is written: a mean, nan or 0. Each meaning carries that numbe
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -213,17 +213,24 @@ def _meaning(term: Term) -> Meaning | None:
     return rule(term, known) if is_known or term.name == "dot_general" else None
 
 
+def reach(starts: Sequence[Term], enters: Callable[[Term], bool]) -> Iterator[Term]:
+    """Yields terms, and the operands of those that are entered, each once, near ones first."""
+    waiting, seen = list(starts), set()
+    while waiting:
+        term = waiting.pop(0)
+        if id(term) not in seen:
+            seen.add(id(term))
+            yield term
+            waiting.extend(term.operands if enters(term) else ())
+
+
 def history(probs: Term) -> list[Term]:
     """Returns the terms from the matmul of the scores to a part of their softmax."""
     assert probs.meaning is not None
-    dot, found, waiting = probs.meaning.scores.dot, dict[int, Term](), [probs]
-    while waiting:
-        term = waiting.pop()
-        is_part = term.meaning is not None and term.meaning.scores.dot is dot
-        if is_part and id(term) not in found:
-            found[id(term)] = term
-            waiting.extend(() if term is dot else term.operands)
-    return list(found.values())
+    dot = probs.meaning.scores.dot
+    is_part = lambda x: x.meaning is not None and x.meaning.scores.dot is dot  # noqa: E731
+    found = reach([probs], lambda x: is_part(x) and x is not dot)
+    return [x for x in found if is_part(x)]
 
 
 # --- Labels ---------------------------------------------------------------------------
@@ -331,14 +338,18 @@ def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
     labels = source.labels if relabel is None else relabel(term, source)
     if labels is None:
         return None
-    empty = _rounded(source.empty, term.aval.dtype)
+    empty = _number(np.positive, source.empty, dtype=term.aval.dtype)
     return source._replace(labels=labels, empty=empty)
 
 
-def _rounded(x: float | None, dtype: np.dtype = _F32) -> float | None:
-    """Returns a number in a dtype, in which it may be infinite."""
-    with np.errstate(over="ignore"):
-        return None if x is None else float(np.float32(x).astype(dtype))
+def _number(
+    func: Callable[..., np.ndarray], *numbers: float | None, dtype: np.dtype = _F32
+) -> float | None:
+    """Returns a function of f32 numbers, rounded to a dtype; `None` if one is unknown."""
+    if None in numbers:
+        return None
+    with np.errstate(all="ignore"):
+        return float(np.asarray(func(*map(np.float32, numbers))).astype(dtype))
 
 
 # --- Scores ---------------------------------------------------------------------------
@@ -350,14 +361,14 @@ def _scaled(source: Meaning, factor: float) -> Meaning | None:
         if side.kind == "bias":
             side = side._replace(factor=side.factor * factor)
         else:
-            fill = _rounded(side.fill * factor)
+            fill = _number(np.multiply, side.fill, factor)
             if factor <= 0 or fill is None or fill > MASKED:
                 return None
             side = side._replace(fill=fill)
         sides.append(side)
     scale = source.scores.scale * factor
     scores = source.scores._replace(scale=scale, sides=tuple(sides))
-    empty = None if source.empty is None else _rounded(source.empty * factor)
+    empty = _number(np.multiply, source.empty, factor)
     return source._replace(scores=scores, empty=empty)
 
 
@@ -408,7 +419,7 @@ def _as_mask(bias: Side) -> Side | None:
     if which.shape != term.shape or 0.0 not in numbers or None in numbers:
         return None
     keeps = numbers[1] == 0.0
-    fill = _rounded((numbers[0 if keeps else 1] or 0.0) * bias.factor)
+    fill = _number(np.multiply, numbers[0 if keeps else 1], bias.factor)
     if fill is None or fill > ABSORBING:
         return None
     which, labels = before_broadcast(which, labels)
@@ -456,16 +467,12 @@ def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
     if term.operands[0].shape != term.shape or not _aligned(first, second):
         return None
     parts = term.name, first.kind, second.kind
-    empty = None
     if parts == ("sub", "scores", "max") and first.scores == second.scores:
-        if first.empty is not None:
-            empty = math.nan if first.empty == -math.inf else 0.0
+        empty = _number(np.subtract, first.empty, second.empty)
         is_first = first.shift is None
         return first._replace(shift=second.shift, empty=empty) if is_first else None
     if parts == ("div", "exp", "sum") and first.exp is second.exp:
-        if first.empty is not None and second.empty is not None:
-            with np.errstate(all="ignore"):
-                empty = float(np.float32(first.empty) / np.float32(second.empty))
+        empty = _number(np.divide, first.empty, second.empty)
         return second._replace(kind="probs", labels=first.labels, empty=empty)
     return None
 
@@ -488,7 +495,7 @@ def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
     labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
     if (term.name, source.kind) == ("reduce_sum", "exp"):
         count = math.prod(source.scores.sizes[x] for x in gone)
-        empty = None if source.empty is None else source.empty * count
+        empty = _number(np.multiply, source.empty, count)
         return source._replace(kind="sum", labels=labels, summed=gone, empty=empty)
     if (term.name, source.kind, source.shift) == ("reduce_max", "scores", None):
         return source._replace(kind="max", labels=labels, shift=gone)
@@ -507,7 +514,7 @@ def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (source,) = known
     if source is None or source.kind != "scores":
         return None
-    empty = None if source.empty is None else math.exp(source.empty)
+    empty = _number(np.exp, source.empty)
     return source._replace(kind="exp", exp=term, empty=empty)
 
 
