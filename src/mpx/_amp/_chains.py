@@ -20,14 +20,7 @@ from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._jax._formats import FORMATS
 from mpx._program._flow import Flow
 from mpx._program._interpreter import Frame, Op, Outcome, Scopes, Values
-from mpx._program._queries import (
-    CALLS,
-    Equation,
-    Position,
-    leaves,
-    names,
-    walk_inside,
-)
+from mpx._program._queries import CALLS, Equation, Position, leaves, names, walk_inside
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"

@@ -25,14 +25,7 @@ from mpx._jax._formats import FORMATS, short_name
 from mpx._jax._frameworks import Named
 from mpx._program._flow import after
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
-from mpx._program._queries import (
-    MATMULS,
-    SHAPE_ONLY,
-    Equation,
-    flops,
-    has_body,
-    names,
-)
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body, names
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))

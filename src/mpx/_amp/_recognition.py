@@ -15,14 +15,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp._decide import reason_against
-from mpx._amp._facts import (
-    DATA,
-    LOW_DTYPES,
-    Settings,
-    Source,
-    cast,
-    is_eligible,
-)
+from mpx._amp._facts import DATA, LOW_DTYPES, Settings, Source, cast, is_eligible
 from mpx._amp._rules import Rule
 from mpx._jax._compat import Literal, scopes_of, source_context
 from mpx._jax._devices import cuda_capability
