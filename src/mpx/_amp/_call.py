@@ -199,7 +199,8 @@ def _call_pure(
     with visitor.tracing(), kept:
         (body, consts), widened = _trace(visitor, flat, arrays, named)
     if (recording := current_recording()) is not None:
-        recording.name(named, arrays)
+        for name, array in zip(named, arrays, strict=True):
+            recording.names.setdefault(id(array), name)  # the first name counts
     is_owner = any([is_param for _, is_param in named])
     has_params = is_owner or describe not in (linen_name, haiku_name)
     wide = [convert_dtype(x, F32) if i in widened else x for i, x in enumerate(arrays)]

@@ -106,12 +106,12 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
     if head.dtype != F32:
         return Choice("as written")
     rule, reason = region or amp.rule("dot_general", {}, op.facts[:2])
-    is_asked = head.precision in _HIGHEST and not highest_is_the_default()
-    if rule == Rule.LOW:
-        if is_asked:
-            return Choice("original", rule, HIGHEST)
-        return Choice("cross entropy", rule, reason)
-    return Choice("original", rule if isinstance(rule, str) else Rule.ORIGINAL, reason)
+    if rule != Rule.LOW:
+        rule = rule if isinstance(rule, str) else Rule.ORIGINAL
+        return Choice("original", rule, reason)
+    if head.precision in _HIGHEST and not highest_is_the_default():
+        return Choice("original", rule, HIGHEST)
+    return Choice("cross entropy", rule, reason)
 
 
 _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {

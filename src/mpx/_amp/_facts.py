@@ -227,11 +227,6 @@ class Recording:
     matmuls: list[PyTree] = dataclasses.field(default_factory=list)
     recipes: list[PyTree] = dataclasses.field(default_factory=list)
 
-    def name(self, named: Sequence[Named], arrays: Sequence[PyTree]) -> None:
-        """Remembers the names of arrays; the first name of an array counts."""
-        for name, array in zip(named, arrays, strict=True):
-            self.names.setdefault(id(array), name)
-
 
 # Part of the cache key of `jax.jit`: a function that was traced before is traced again.
 _recording = make_jit_context(None)

@@ -53,19 +53,17 @@ def plan_for(
     search = _Search(amp, dict(zip(jaxpr.invars, facts, strict=True)), scopes)
     replaced, inside = {}, {}
     try:
-        terms = Program(jaxpr, consts).terms
-        for index, eqn in enumerate(jaxpr.eqns):
-            if eqn.primitive.name != "dot_general":
-                continue
-            match = find_attention(terms[eqn.outvars[0]])
-            found = search.replacement(terms[eqn.outvars[0]], match)
+        dots = [
+            i for i, x in enumerate(jaxpr.eqns) if x.primitive.name == "dot_general"
+        ]
+        for index, last in zip(dots, Program(jaxpr, consts).products, strict=True):
+            match = find_attention(last)
+            found = search.replacement(last, match)
             if match is not None and isinstance(found, Replacement):
-                replaced[index] = found
-                inside[index] = {
-                    id((*x.callers, x.eqn)[0]) for x in history(match.probs)
-                }
+                calls = ((*x.callers, x.eqn)[0] for x in history(match.probs))
+                replaced[index], inside[index] = found, set(map(id, calls))
             elif isinstance(found, str):
-                search.tell(eqn, found)
+                search.tell(last.eqn, found)
     except Exception as error:
         warn(_FAILED.format(error=repr(error)))
         return None
@@ -185,11 +183,7 @@ def _scopes_of(term: Term, scopes: Scopes) -> Scopes:
 
 
 def _replacement(
-    match: Match,
-    masks: Masks,
-    spec: kernel.Attention,
-    dtype: np.dtype,
-    scopes: Scopes,
+    match: Match, masks: Masks, spec: kernel.Attention, dtype: np.dtype, scopes: Scopes
 ) -> Replacement:
     """Returns what replaces the last equation of attention.
 

@@ -378,14 +378,9 @@ def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     except ValueError:
         parsed = None
     if parsed is None or parsed.itemsize != 2:
-        asks_for_fp8 = re.search("fp8|f8|float8|e4m3|e5m2", str(dtype), re.IGNORECASE)
         raise ValueError(
-            f"`dtype` must be f16 or bf16, but {dtype!r} was given. "
-            + (
-                "For 8 bits use `mpx.fp8(func)`, or `mpx.fp8(mpx.amp(func))`."
-                if asks_for_fp8
-                else 'Pass a dtype such as `jnp.bfloat16` or a name such as "bf16". To '
-                'run everything as written, pass `rules="original"`.'
-            )
+            f"`dtype` must be f16 or bf16, but {dtype!r} was given. Pass a dtype such as "
+            '`jnp.bfloat16` or a name such as "bf16". To run everything as written, pass '
+            '`rules="original"`. For 8 bits use `mpx.fp8(func)`.'
         )
     return parsed

@@ -82,9 +82,7 @@ class AmpKeywords(TypedDict, total=False):
 
 @overload
 def amp(
-    func: Callable[P, R],
-    dtype: DTypeLike | None = None,
-    **options: Unpack[AmpKeywords],
+    func: Callable[P, R], dtype: DTypeLike | None = None, **options: Unpack[AmpKeywords]
 ) -> Callable[P, R]: ...
 @overload
 def amp(

@@ -181,7 +181,10 @@ def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes
 
     def is_row(label: Label) -> tuple[bool, bool, int]:
         size = scores.sizes[label]
-        masked = any(_varies(mask, label) for mask in scores.masks)
+        pairs = (
+            x for m in scores.masks for x in zip(m.labels, m.term.shape, strict=True)
+        )
+        masked = any(label in here and count != 1 for here, count in pairs)
         return masked, size == scores.sizes[key], size
 
     row = max(free, key=is_row)
@@ -197,11 +200,6 @@ def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes
         row=row,
         key=key,
     )
-
-
-def _varies(side: Side, label: Label) -> bool:
-    pairs = zip(side.labels, side.term.shape, strict=True)
-    return any(label in here and size != 1 for here, size in pairs)
 
 
 _RANDOM = {"random_bits", "threefry2x32", "random_wrap", "rng_bit_generator"}
@@ -328,8 +326,9 @@ def _may_mask(bias: Term) -> bool:
     enters = lambda x: x.constant is None and x.name in RULES  # noqa: E731
     for term in itertools.islice(reach([bias], enters), _MOST_SEARCHED):
         value = term.constant
-        is_float = value is not None and jnp.issubdtype(value.dtype, jnp.floating)
-        if is_float and value.size and not np.abs(value).max() < -MASKED:
+        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        if value.size and not np.abs(value).max() < -MASKED:
             return True
     return False
 
@@ -409,7 +408,7 @@ def _parts(side: Side) -> Iterator[Side]:
         yield side
 
 
-def _truth(operands: list[Term]) -> Term | None:
+def _truth(operands: Sequence[Term]) -> Term | None:
     """Returns the booleans that are compared with 0 as numbers."""
     if operands[1].scalar != 0.0 or operands[0].name != "convert_element_type":
         return None

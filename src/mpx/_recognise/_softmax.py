@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal as Number
 from mpx._jax._compat import has_shardings, is_tracer, open_jaxpr
+from mpx._program._flow import propagate
 from mpx._program._interpreter import Aval, Jaxpr
 from mpx._program._queries import Equation
 from mpx._recognise._constants import RULES, SAME, as_constant, compute
@@ -167,41 +168,37 @@ class Meaning(NamedTuple):
 
 
 class Program:
-    """The terms of the variables of a jaxpr; nothing is run or changed by looking."""
+    """A jaxpr as terms; nothing is run or changed by looking."""
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[PyTree]) -> None:
         self.keys: dict[Any, int] = {}  # of constants, by how they are computed
         self.constants: dict[int, np.ndarray | None] = {}
         self.memo: dict[Any, Any] = {}  # layers have masks in common
-        self.terms = self._enter(jaxpr, consts, [Term(self, x) for x in jaxpr.invars])
+        self.products: list[Term] = []  # of the outermost level, in its order
+        self._results(jaxpr, consts, [Term(self, x) for x in jaxpr.invars])
 
-    def _enter(
+    def _results(
         self,
         jaxpr: Jaxpr,
         consts: Sequence[PyTree],
         args: Sequence[Term],
         callers: tuple[Equation, ...] = (),
-    ) -> dict[Any, Term]:
+    ) -> Sequence[Term]:
         terms = dict(zip(jaxpr.invars, args, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             terms[var] = Term(self, var, callers, value=value)
-        for eqn in jaxpr.eqns:
-            operands = self._read(terms, eqn.invars)
+
+        def rule(eqn: Equation, operands: list[Term]) -> Sequence[Term]:
             name, params = eqn.primitive.name, eqn.params
             if name in _CALLS and not (name in _JITS and has_shardings(params)):
                 body = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
-                inner = self._enter(*body, operands, (*callers, eqn))
-                outs = self._read(inner, body[0].outvars)
-            else:
-                outs = [Term(self, x, callers, eqn, operands) for x in eqn.outvars]
-            terms.update(zip(eqn.outvars, outs, strict=True))
-        return terms
+                return self._results(*body, operands, (*callers, eqn))
+            outs = [Term(self, x, callers, eqn, operands) for x in eqn.outvars]
+            if name == "dot_general" and not callers:
+                self.products += outs
+            return outs
 
-    def _read(self, terms: dict[Any, Term], atoms: Sequence[Any]) -> list[Term]:
-        return [
-            Term(self, x, value=x.val) if isinstance(x, Number) else terms[x]
-            for x in atoms
-        ]
+        return propagate(jaxpr, terms, rule, lambda x: Term(self, x, value=x.val))
 
 
 def _meaning(term: Term) -> Meaning | None:
