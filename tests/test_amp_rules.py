@@ -526,11 +526,15 @@ def test_rule_may_be_a_function_and_the_base_runs_the_rest_as_written():
     assert dtypes_of(func, X, primitive="tanh", rules=policy) == [F32]
 
 
+@pytest.mark.usefixtures("untyped")
+def test_dictionary_of_rules_is_refused():
+    with pytest.raises(TypeError, match="`rules` must be an `mpx.AmpRules` or a name"):
+        amp(jnp.sin, rules={"dot_general": "low"})  # pyright: ignore[reportCallIssue]
+
+
 def test_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="`rules` must be one of safe"):
         amp(jnp.sin, rules="quick")
-    with pytest.raises(TypeError, match="`rules` must be an `mpx.AmpRules` or a name"):
-        amp(jnp.sin, rules={"dot_general": "low"})
     for kind in ("primitives", "scopes"):
         with pytest.raises(ValueError, match="'dot_general'.. must be one of low"):
             AmpRules(**{kind: {"dot_general": "lower"}})
