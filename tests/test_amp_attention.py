@@ -490,7 +490,6 @@ LEFT = {
         {"dot_general f32": 2},
     ),
     "original": (loss, "original", {"dot_general f32": 2}),
-    "bf16_f32": (loss, "bf16_f32", {"dot_general f32": 2}),
 }
 
 

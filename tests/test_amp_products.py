@@ -1,7 +1,5 @@
 """Products that a matrix unit cannot help with stay in f32 under `amp`."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jax import lax
 
 import mpx
 from models import equations, normal
-from mpx import AmpRules, amp
+from mpx import amp
 
 N = 512
 LOW, F32 = "bfloat16", "float32"
@@ -163,18 +161,6 @@ def test_product_with_a_vector_runs_low_if_one_operand_is_a_weight():
     # Inner products, one or several.
     assert dots(lambda data, x: data @ x, w, x) == [F32]
     assert dots(lambda params: params["w"] @ params["w"], {"w": x}) == [F32]
-
-
-@pytest.mark.parametrize(
-    ("base", "preset"),
-    [("tf32", None), ("bf16_f32", None), ("true_f32", "F32_F32_F32")],
-)
-def test_algorithm_is_for_products_with_a_sum_unless_it_is_true_f32(base, preset):
-    func = functools.partial(jnp.einsum, "i,j->ij")
-    traced = jax.make_jaxpr(amp(func, rules=AmpRules(base)))(POSITIONS, FREQUENCIES)
-    (eqn,) = [e for e in equations(traced) if e.primitive.name == "dot_general"]
-    precision = eqn.params["precision"]
-    assert precision is None if preset is None else precision.name == preset
 
 
 def test_activation_of_several_matmuls_is_cast_once_and_a_weight_for_each():

@@ -138,14 +138,6 @@ def test_shares_add_up_and_start_with_the_largest():
     assert sum(shares.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("policy", ["tf32", "bf16_f32", "true_f32"])
-def test_algorithm_is_named(policy):
-    report = bf16(jnp.matmul, X, W, rules=policy)
-    assert report.shares == {policy: 1.0}
-    assert report.kept == ()
-    assert f" {policy} " in str(report)
-
-
 def test_function_as_a_rule_is_named():
     def in_f16(compute_dtype, original_dtypes, *operands, **params):
         params["preferred_element_type"] = jnp.float16

@@ -114,6 +114,13 @@ def test_scope_of_a_layer_can_be_listed():
     assert not np.array_equal(jaxamp.amp(layer)(X[0]), layer(X[0]))
 
 
+def test_listed_scope_that_does_not_exist_warns():
+    policy = {"blokc": jaxamp.use_compute_precision}
+    with pytest.warns(RuntimeWarning, match="in `scopes` selects nothing") as caught:
+        jaxamp.amp(affine, amp_policy=jaxamp.default_amp_policy | policy)(X)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 @pytest.mark.parametrize("outer", ["low", "high"])
 def test_outermost_scope_wins(outer):
     inner = {"low": "high", "high": "low"}[outer]

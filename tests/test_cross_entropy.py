@@ -427,7 +427,6 @@ def with_highest(params, hidden):
         (model, {"dtype": "f16"}, "float16", "tensor cores"),
         (model, {"keep": "head"}, "float32", "keep head"),
         (model, {"rules": "original"}, "float32", "policy original"),
-        (model, {"rules": "tf32"}, "float32", "policy tf32"),
         (stopped, {}, "float32", "scope amp_stop"),
         (with_highest, {}, "float32", "precision=HIGHEST was asked for"),
     ],

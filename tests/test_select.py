@@ -364,12 +364,6 @@ def test_rule_that_selects_nothing_is_refused(kind, pattern, near):
             mpx.amp(wrap(loss), rules=rules)(make_model(), X)
 
 
-def test_dictionary_that_lists_a_scope_too_many_warns():
-    with pytest.warns(RuntimeWarning, match="in `scopes` selects nothing") as caught:
-        mpx.amp(loss, rules={"blokc": "f32", "amp_stop": "original"})(make_model(), X)
-    assert [warning.filename for warning in caught] == [__file__]
-
-
 def test_policy_that_keeps_has_no_place_around_amp():
     policy = mpx.Policy(compute_dtype="bf16", keep="norm")
     take = mpx.value_and_grad(mpx.amp(loss), policy=policy)

@@ -148,8 +148,7 @@ def call_through(
 def _unbound(visitor: Transformation, call: _Call) -> _Call:
     """Returns a call with the arrays of a method or `partial` as named arguments."""
     func, args, kwargs = call
-    bound: tuple[PyTree, ...] = ()
-    inner = func
+    bound, inner = (), func
     if isinstance(func, functools.partial):
         bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
     elif inspect.ismethod(func) and not isinstance(func.__self__, type):
@@ -197,7 +196,8 @@ def _call_pure(
     with visitor.tracing(), kept:
         (body, consts), widened = _trace(visitor, flat, arrays, named)
     if (recording := current_recording()) is not None:
-        recording.name(named, arrays)
+        for name, array in zip(named, arrays, strict=True):
+            recording.names.setdefault(id(array), name)  # the first name counts
     is_owner = any([is_param for _, is_param in named])
     has_params = is_owner or describe is not linen_name
     wide = [convert_dtype(x, F32) if i in widened else x for i, x in enumerate(arrays)]
@@ -208,7 +208,7 @@ def _call_pure(
     if not widened:
         return merge(outs)
     # What is returned as it came is that very array.
-    given = {var: x for var, x in zip(body.invars, arrays, strict=True)}
+    given = dict(zip(body.invars, arrays, strict=True))
     outs = [
         given.get(var, out) if not isinstance(var, Literal) else out
         for var, out in zip(body.outvars, outs, strict=True)
@@ -244,32 +244,29 @@ def _trace(
         except (TypeError, ValueError, NotImplementedError) as error:
             refused = error
     if refused is not None:
-        warn(_AS_WRITTEN.format(error=str(refused).strip().splitlines()[0]))
+        warn(
+            "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, "
+            "but it needs 16 bits itself, as by casts of its own. It runs as it is "
+            f"written, in 16 bits throughout: {str(refused).strip().splitlines()[0]} "
+            "Remove the casts, or cast to the dtype of the parameters."
+        )
     return open_jaxpr(jax.make_jaxpr(flat)(*arrays)), set()
-
-
-_AS_WRITTEN = (
-    "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, but it "
-    "needs 16 bits itself, as by casts of its own. It runs as it is written, in 16 bits "
-    "throughout: {error} Remove the casts, or cast to the dtype of the parameters."
-)
 
 
 def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
     """Casts what has the structure of 16-bit parameters, as gradients, to their dtypes."""
+
+    def is_alike(node: PyTree) -> bool:
+        return _kind(node) == kind
+
+    def restored(node: PyTree) -> PyTree:
+        return jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
+
     for tree in given:
         kind = _kind(tree)
-        if kind[0] == _LEAF or not any(map(is_low, jax.tree.leaves(tree))):
-            continue
-        is_alike = lambda node, kind=kind: _kind(node) == kind  # noqa: E731
-        restore = lambda node, tree=tree, is_alike=is_alike: (  # noqa: E731
-            jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
-        )
-        result = jax.tree.map(restore, result, is_leaf=is_alike)
+        if any(map(is_low, jax.tree.leaves(tree))) and not is_low(tree):
+            result = jax.tree.map(restored, result, is_leaf=is_alike)
     return result
-
-
-_LEAF = jax.tree.structure(0)
 
 
 def _kind(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
@@ -420,7 +417,9 @@ def flat_call(
     plain, objects = _nnx.take_out((func, args, kwargs))
     split = _nnx.split(objects, ()) if objects else None
     state = split.rest if split is not None else None
-    arrays, put_back = _take_arrays((plain, state), _is_abstract)
+    arrays, put_back = _take_arrays(
+        (plain, state), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    )
 
     def call(visitor: Transformation, arrays: Sequence[PyTree]) -> list[PyTree]:
         plain, state = put_back(arrays)
@@ -444,7 +443,3 @@ def trace(
     """Returns the jaxpr of a call through a visitor."""
     arrays, call = flat_call(func, args, kwargs)
     return jax.make_jaxpr(functools.partial(call, visitor))(arrays)
-
-
-def _is_abstract(leaf: PyTree) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

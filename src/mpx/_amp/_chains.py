@@ -20,14 +20,7 @@ from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._jax._formats import FORMATS
 from mpx._program._flow import Flow
 from mpx._program._interpreter import Frame, Op, Outcome, Scopes, Values
-from mpx._program._queries import (
-    CALLS,
-    Equation,
-    Position,
-    leaves,
-    names,
-    walk_inside,
-)
+from mpx._program._queries import CALLS, Equation, Position, leaves, names, walk_inside
 
 _IN_F32 = "in f32, and again in the backward pass"
 _AGAIN = "computed again in the backward pass, which keeps its operand only"
@@ -44,7 +37,6 @@ _POINTWISE = frozenset(
 ).union(_BOUNDED, _EXPENSIVE, _SAME)
 CURVED = _EXPENSIVE | {"integer_pow"}
 _FLOATS = frozenset((F32, *LOW_DTYPES))
-Emitter = Callable[[Settings, Op], Outcome]
 _CHAINS = object()  # where a frame keeps the chains of its jaxpr
 
 
@@ -54,47 +46,39 @@ class Chain(NamedTuple):
     source: Any  # The value from which all of them are computed
     equations: list[Equation]
     outvars: list[Any]  # The results that others read
-    leaves: list[
-        Equation
-    ]  # The equations, with those inside calls in place of the calls
+    leaves: list[Equation]  # The same, with those inside calls in place of the calls
 
     def has_region(self, amp: Settings, scopes: Scopes) -> bool:
         """Returns whether a scope has a rule for one of the equations or inside them."""
-        for eqn in self.equations:
-            here = Position(scopes=scopes).at(eqn)
-            if any(
-                amp.region_rule(x.eqn, x.scopes) for x in (here, *walk_inside(here))
-            ):
-                return True
-        return False
+        around = Position(scopes=scopes)
+        places = [around.at(eqn) for eqn in self.equations]
+        inner = (x for here in places for x in (here, *walk_inside(here)))
+        return any(amp.region_rule(x.eqn, x.scopes) for x in inner)
 
 
-def choose_chain(amp: Settings, op: Op) -> tuple[Choice, Emitter] | None:
-    """Returns how an equation runs that is part of a chain; `None` if it is not."""
-    eqn, made = op.eqn, amp.frame.made
-    if eqn.outvars and eqn.outvars[0] in made:
-        return Choice("chain"), _computed
+def run_chain(amp: Settings, op: Op) -> tuple[Choice, Outcome] | None:
+    """Runs an equation that is part of a chain; returns `None` if it is not.
+
+    The first equation computes the whole chain, for the others to find.
+    """
+    eqn, made, choice = op.eqn, amp.frame.made, Choice("chain")
     if _CHAINS not in made:
         made[_CHAINS] = _find_chains(amp.frame), None
-    chain: Chain | None = made[_CHAINS][0].get(id(eqn))
-    if chain is None or not _pays(amp, op, chain):
-        return None
-    if chain.has_region(amp, op.scopes[: len(op.scopes) - len(scopes_of(eqn))]):
-        return None
-    if not is_eligible(chain.source.aval):
-        return Choice("chain", Rule.FOLLOW, _AGAIN), _running(chain, None)
-    is_low = [_is_low(amp, chain, var) for var in chain.outvars]
-    if _overflows(amp, chain):
-        rule, reason = Rule.F32, f"overflows f16: {_IN_F32}"
-    else:
-        rule, reason = (Rule.FOLLOW, _AGAIN) if all(is_low) else (Rule.F32, _IN_F32)
-    return Choice("chain", rule, reason), _running(chain, is_low)
-
-
-def _computed(amp: Settings, op: Op) -> Outcome:
-    """Returns what the first equation of the chain has computed."""
-    out, fact = amp.frame.made[op.eqn.outvars[0]]
-    return [out], [fact]
+    if not eqn.outvars or eqn.outvars[0] not in made:
+        chain: Chain | None = made[_CHAINS][0].get(id(eqn))
+        if chain is None or not _pays(amp, op, chain):
+            return None
+        if chain.has_region(amp, op.scopes[: len(op.scopes) - len(scopes_of(eqn))]):
+            return None
+        is_low = _held_low(amp, chain) if is_eligible(chain.source.aval) else None
+        choice = Choice("chain", Rule.FOLLOW, _AGAIN)
+        if is_low is not None and _overflows(amp, chain):
+            choice = Choice("chain", Rule.F32, f"overflows f16: {_IN_F32}")
+        elif is_low is not None and not all(is_low):
+            choice = Choice("chain", Rule.F32, _IN_F32)
+        _compute(amp, op, chain, is_low)
+    out, fact = made[eqn.outvars[0]]
+    return choice, ([out], [fact])
 
 
 def _find_chains(frame: Frame) -> dict[int, Chain]:
@@ -171,29 +155,25 @@ def _overflows(amp: Settings, chain: Chain) -> bool:
     )
 
 
-def _is_low(amp: Settings, chain: Chain, var: Any) -> bool:
-    """Returns whether a result is held in 16 bits: by its rules, and if it fits there."""
+def _held_low(amp: Settings, chain: Chain) -> list[bool]:
+    """Returns which results are held in 16 bits: by their rules, and if they fit there."""
     for eqn in chain.leaves:
         rule = rule_for(eqn.primitive.name, eqn.params, compute_is_f16=False)
-        if eqn.primitive.name not in _BOUNDED and rule not in _LOW_RULES:
-            return False
+        is_low = rule in (Rule.FOLLOW, Rule.WIDEST)
+        if eqn.primitive.name not in _BOUNDED and not is_low:
+            return [False] * len(chain.outvars)
     if amp.dtype != np.float16:
-        return True
+        return [True] * len(chain.outvars)
     largest = FORMATS["f16"].max
-    jaxpr = jaxpr_of([chain.source], [var], chain.equations)
-    (bound,) = Flow(_bound).run(jaxpr, {chain.source: largest})
-    return bound <= largest
-
-
-_LOW_RULES = (Rule.FOLLOW, Rule.WIDEST)
+    jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
+    return [x <= largest for x in Flow(_bound).run(jaxpr, {chain.source: largest})]
 
 
 def _bound(name: str, eqn: Equation, known: list[Any]) -> float:
     """Returns the largest absolute value of a result, from those of the operands."""
-    sizes = [
-        _size(atom) if size is None else size
-        for size, atom in zip(known, eqn.invars, strict=True)
-    ]
+    sizes = [math.inf if size is None else size for size in known]
+    for i, atom in enumerate(eqn.invars):
+        sizes[i] = abs(float(atom.val)) if isinstance(atom, Literal) else sizes[i]
     if name in _BOUNDED:
         return _BOUNDED[name]
     if name in ("add", "sub"):
@@ -208,35 +188,34 @@ def _bound(name: str, eqn: Equation, known: list[Any]) -> float:
     return max(sizes) if name in _SAME or name in ("max", "min") else math.inf
 
 
-def _size(atom: Any) -> float:
-    if not isinstance(atom, Literal):
-        return math.inf
-    return float(np.max(np.abs(np.asarray(atom.val, np.float64))))
+def _compute(amp: Settings, op: Op, chain: Chain, is_low: list[bool] | None) -> None:
+    """Computes a chain from a 16-bit value; `is_low` is `None` if it is f32 nowhere."""
+    made, key = amp.frame.made, (_signature(chain), amp.dtype)
+    if key not in made:
+        # Layers that are alike share a function, which JAX traces once.
+        made[key] = _function_of(chain, is_low, amp.dtype), None
+    place = op.eqn.invars.index(chain.source)
+    outs = made[key][0](op.values[place])
+    fact = op.facts[place]._replace(leaf=None, literal=None)
+    # What only the chain itself reads has no value outside.
+    made.update((x.outvars[0], (None, DATA)) for x in chain.equations)
+    made.update((x, (out, fact)) for x, out in zip(chain.outvars, outs, strict=True))
 
 
-def _running(chain: Chain, is_low: list[bool] | None) -> Emitter:
-    """Returns what computes a chain from a 16-bit value, at its first equation.
+def _signature(chain: Chain) -> Hashable:
+    """Returns something that is equal for chains that compute the same."""
+    made = [chain.source, *(eqn.outvars[0] for eqn in chain.equations)]
+    number = {var: i for i, var in enumerate(made)}
 
-    `is_low` tells which results are held in 16 bits if it is computed in f32; `None` if it
-    is computed as it is written.
-    """
+    def wire(atom: Any) -> Hashable:
+        is_literal = isinstance(atom, Literal)
+        return (str(atom.val), str(atom.aval)) if is_literal else number[atom]
 
-    def run(amp: Settings, op: Op) -> Outcome:
-        made, key = amp.frame.made, (_signature(chain), amp.dtype)
-        if key not in made:
-            # Layers that are alike share a function, which JAX traces once.
-            made[key] = _function_of(chain, is_low, amp.dtype), None
-        place = op.eqn.invars.index(chain.source)
-        outs = made[key][0](op.values[place])
-        fact = op.facts[place]._replace(leaf=None, literal=None)
-        # What only the chain itself reads has no value outside.
-        made.update((x.outvars[0], (None, DATA)) for x in chain.equations)
-        made.update(
-            (x, (out, fact)) for x, out in zip(chain.outvars, outs, strict=True)
-        )
-        return _computed(amp, op)
-
-    return run
+    steps = [
+        (eqn.primitive, *eqn.params.items(), *map(wire, eqn.invars))
+        for eqn in chain.equations
+    ]
+    return (str(chain.source.aval), *steps, *map(wire, chain.outvars))
 
 
 def _function_of(
@@ -270,25 +249,3 @@ def _rounding_cotangents(low: Any) -> Any:
 @_rounding_cotangents.defjvp
 def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     return primals[0], lax.optimization_barrier(tangents[0])
-
-
-def _signature(chain: Chain) -> Hashable:
-    """Returns something that is equal for chains that compute the same."""
-    number = {chain.source: 0}
-
-    def wire(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return np.asarray(atom.val).tobytes(), str(atom.aval)
-        return number[atom]
-
-    parts: list[Any] = [str(chain.source.aval)]
-    for eqn in chain.equations:
-        number[eqn.outvars[0]] = len(number)
-        wires = tuple(map(wire, eqn.invars))
-        parts.append((eqn.primitive, tuple(eqn.params.items()), wires))
-    key = (*parts, *(number[var] for var in chain.outvars))
-    try:
-        hash(key)
-    except TypeError:  # a parameter that is no key
-        return id(chain.equations[0])
-    return key

@@ -34,11 +34,6 @@ _OPAQUE = (
     "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
     "written. Call what is inside without it, or report this."
 )
-PRESETS = {
-    Rule.TF32: lax.DotAlgorithmPreset.TF32_TF32_F32,
-    Rule.BF16_F32: lax.DotAlgorithmPreset.BF16_BF16_F32,
-    Rule.TRUE_F32: lax.DotAlgorithmPreset.F32_F32_F32,
-}
 
 
 class Choice(NamedTuple):
@@ -81,14 +76,12 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     if callable(rule) and not isinstance(rule, str):
         return Choice("user", rule, getattr(rule, "__name__", "custom"))
     rule = Rule(rule)
-    if name not in MATMULS and rule not in PRESETS:
+    if name not in MATMULS or rule != Rule.LOW:
         return Choice(rule, rule, reason)
-    kept = reason_against(op.eqn, rule, op.facts)
+    kept = reason_against(op.eqn, op.facts)
     if kept is not None:
         return Choice("original", rule, kept)
-    if name in RAGGED and rule == Rule.LOW:
-        reason = describe_ragged(op.eqn)
-    return Choice("matmul" if rule == Rule.LOW else rule, rule, reason)
+    return Choice("matmul", rule, describe_ragged(op.eqn) if name in RAGGED else reason)
 
 
 def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:
@@ -113,12 +106,12 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
     if head.dtype != F32:
         return Choice("as written")
     rule, reason = region or amp.rule("dot_general", {}, op.facts[:2])
-    is_asked = head.precision in _HIGHEST and not highest_is_the_default()
-    if rule == Rule.LOW and is_asked:
+    if rule != Rule.LOW:
+        rule = rule if isinstance(rule, str) else Rule.ORIGINAL
+        return Choice("original", rule, reason)
+    if head.precision in _HIGHEST and not highest_is_the_default():
         return Choice("original", rule, HIGHEST)
-    if rule == Rule.LOW or rule in PRESETS:
-        return Choice("cross entropy", rule, reason)
-    return Choice("original", rule if isinstance(rule, str) else Rule.ORIGINAL, reason)
+    return Choice("cross entropy", rule, reason)
 
 
 _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
@@ -131,22 +124,9 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
 }
 
 
-def reason_against(
-    eqn: Equation, rule: Rule, facts: Sequence[Source] = ()
-) -> str | None:
-    """Returns why an equation runs as written though its rule is another, if it does."""
-    name = eqn.primitive.name
-    if name not in MATMULS:
-        return "not a matmul" if rule in PRESETS else None
-    if rule != Rule.LOW and rule not in PRESETS:
-        return None
-    kept = _reason_as_asked(eqn)
-    if kept is None and rule != Rule.TRUE_F32:
-        kept = _reason_for_f32(eqn, facts)
-    if kept is None and rule in PRESETS and name != "dot_general":
-        # Convolutions know precisions but no algorithms.
-        kept = "algorithms exist for dot_general only"
-    return kept
+def reason_against(eqn: Equation, facts: Sequence[Source] = ()) -> str | None:
+    """Returns why a matmul runs as written though its rule is `low`, if it does."""
+    return _reason_as_asked(eqn) or _reason_for_f32(eqn, facts)
 
 
 def _reason_as_asked(eqn: Equation) -> str | None:
@@ -202,8 +182,10 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
 
 RAGGED = frozenset({"ragged_dot", "ragged_dot_general"})
 IN_KERNEL = "in a grouped kernel"
+# By summed, batch, ragged and group axes of the operands, and their ranks.
 _KINDS: dict[Any, Kind] = {
-    ((a,), (b,), groups): kind for kind, (a, b, groups) in FORMS.items()
+    ((a,), (b,), (), (), (0,), groups, 2, 2 if kind == "sums" else 3): kind
+    for kind, (a, b, groups) in FORMS.items()
 }
 # Blocks of the kernel: rows that it loads together, the least number of rows, and what
 # divides the other sizes.
@@ -215,13 +197,10 @@ def kind_of(eqn: Equation) -> Kind | None:
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None or eqn.params.get("group_offset") is not None:
         return None
+    ragged, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
     summed, batch = numbers.dot_dimension_numbers
-    form = (*map(tuple, summed), tuple(numbers.rhs_group_dimensions))
-    if any(map(len, batch)) or tuple(numbers.lhs_ragged_dimensions) != (0,):
-        return None
-    kind = _KINDS.get(form)
-    ranks = tuple(len(var.aval.shape) for var in eqn.invars[:2])
-    return kind if ranks == ((2, 2) if kind == "sums" else (2, 3)) else None
+    ranks = [len(var.aval.shape) for var in eqn.invars[:2]]
+    return _KINDS.get((*map(tuple, (*summed, *batch, ragged, groups)), *ranks))
 
 
 def no_grouped_kernel(eqn: Equation) -> str | None:

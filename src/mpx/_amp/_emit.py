@@ -18,15 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import PyTree
 
-from mpx._amp._chains import CURVED, choose_chain
+from mpx._amp._chains import CURVED, run_chain
 from mpx._amp._decide import (
     HIGHEST,
-    PRESETS,
     RAGGED,
-    Choice,
     can_fuse,
     decide,
     highest_is_the_default,
@@ -36,7 +33,6 @@ from mpx._amp._decide import (
 )
 from mpx._amp._facts import (
     F32,
-    Decision,
     Settings,
     Source,
     cast,
@@ -45,7 +41,6 @@ from mpx._amp._facts import (
     is_eligible,
     is_low,
     saturate,
-    widest,
 )
 from mpx._amp._rules import (
     BROADCASTING,
@@ -66,7 +61,6 @@ from mpx._jax._compat import (
     scan_sizes,
     source_frames,
 )
-from mpx._jax._formats import short_name
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
@@ -154,9 +148,8 @@ class Autocast(Settings):
         # Equations that are run out of turn, for recognised ones, are in no chain.
         in_turn = self.is_plain and self.frame.eqn is op.eqn
         has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
-        if has_chains and (found := choose_chain(self, op)) is not None:
-            choice, run = found
-            result = run(self, op)
+        if has_chains and (found := run_chain(self, op)) is not None:
+            choice, result = found
         else:
             choice = decide(self, op)
             result = _EMITTERS[choice.how](self, op, choice.rule)
@@ -167,7 +160,15 @@ class Autocast(Settings):
             is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
             self.found.add("low" if is_low else "highest" if is_kept else "")
         if self.decisions is not None and choice.rule is not None:
-            self.decisions.append(_decision(op, choice, outs, self.caller))
+            is_user = choice.how == "user"
+            self.tell(
+                op.eqn,
+                op.scopes,
+                rule=choice.reason if is_user else str(choice.rule),
+                reason="" if is_user else choice.reason,
+                params=tuple(fact.name for fact in op.facts if fact.name),
+                after=tuple(str(jnp.result_type(out)) for out in outs),
+            )
         return outs, known
 
 
@@ -175,19 +176,6 @@ def autocast_for(dtype: np.dtype | None, reduce: Reduce, **options: Any) -> Auto
     """Returns the visitor for one call, by what is set around it."""
     chosen = as_compute_dtype(dtype)
     return Autocast(dtype=chosen, reduce=amp_reduce(reduce), **options)
-
-
-def _decision(op: Op, choice: Choice, outs: Values, caller: Equation) -> Decision:
-    is_user = choice.how == "user"
-    return Decision.about(
-        op.eqn,
-        op.scopes,
-        caller,
-        rule=choice.reason if is_user else str(choice.rule),
-        reason="" if is_user else choice.reason,
-        params=tuple(fact.name for fact in op.facts if fact.name),
-        after=tuple(str(jnp.result_type(out)) for out in outs),
-    )
 
 
 # --- Single equations -----------------------------------------------------------------
@@ -245,13 +233,15 @@ def _by_user(amp: Settings, op: Op, rule: Any) -> Values:
 def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     eqn, facts = op.eqn, op.facts
     soft = [fact.literal is not None or _is_bias(fact) for fact in facts]
-    dtype = widest(
+    dtypes = {
         value.dtype
         for var, value, follows in zip(eqn.invars, op.values, soft, strict=True)
         if is_eligible(var.aval) and not follows
-    )
+    }
+    dtype = dtypes.pop() if len(dtypes) == 1 else F32
     literals = [fact.literal for fact in facts if fact.literal is not None]
-    if dtype == F32 or not all(short_name(dtype) in x for x in literals):
+    # A user's rule may have chosen another dtype than that which literals fit.
+    if dtype == F32 or not (all(literals) if dtype == amp.dtype else not literals):
         return bind(eqn, changed(op, amp.widen))
     values = [
         cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x
@@ -337,22 +327,6 @@ def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
     return multiply(op.eqn, args, amp.dtype)
 
 
-def _by_algorithm(amp: Settings, op: Op, rule: Rule) -> Values:
-    """Runs a matmul of f32 operands by an algorithm of the hardware."""
-    # One may be a 16-bit parameter.
-    args = [cast(x, F32) for x in changed(op, amp.widen)]
-
-    def chosen(*args: PyTree) -> Values:
-        return bind(op.eqn, args, precision=PRESETS[rule])
-
-    if rule == Rule.TF32:
-        # Only CUDA has it; elsewhere the plain f32 product is at least as exact.
-        return lax.platform_dependent(
-            *args, cuda=chosen, default=lambda *x: bind(op.eqn, x)
-        )
-    return chosen(*args)
-
-
 def multiply(
     eqn: Equation, args: Values, dtype: np.dtype, otherwise: Multiply | None = None
 ) -> Values:
@@ -372,9 +346,6 @@ _multiply_wide = functools.partial(multiply, otherwise=plain_multiply)
 
 
 def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
-    dtype, precision = amp.dtype, None
-    if rule in PRESETS:
-        dtype, precision = F32, PRESETS[rule]
     head = op.eqn.params["head"]
     # The hidden states and the weight, which come first, may be held in 16 bits. But logits
     # that are kept are in an array of the weight's dtype as it was written.
@@ -382,9 +353,7 @@ def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
     values = [*op.values[:free], *changed(op, amp.widen)[free:]]
     # In a loop, what is kept would be stacked over the iterations.
     may_keep = head.may_keep and not amp.in_loop
-    head = dataclasses.replace(
-        head, dtype=dtype, precision=precision, may_keep=may_keep
-    )
+    head = dataclasses.replace(head, dtype=amp.dtype, precision=None, may_keep=may_keep)
     return bind(op.eqn, arrays_of(values), head=head)
 
 
@@ -484,7 +453,7 @@ def _used_only_low(
         name = eqn.primitive.name
         if name in MATMULS:
             rule, _ = amp.region_rule(eqn, scopes) or amp.rule(name, eqn.params, [fact])
-            return rule == Rule.LOW and reason_against(eqn, Rule.LOW) is None
+            return rule == Rule.LOW and reason_against(eqn) is None
         if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
             return "result"
         return "inside" if name in CALLS else False
@@ -529,7 +498,6 @@ _EMITTERS: dict[str, Callable[..., Values | Outcome]] = {
     Rule.WIDEST: _widest,
     Rule.FOLLOW: _follow,
     Rule.ORIGINAL: _original,
-    **dict.fromkeys(PRESETS, _by_algorithm),
 }
 """By `Choice.how`: runs one equation by a rule. What is known of the results may be told, or
 follows from the operands."""

@@ -9,7 +9,7 @@ of the program enter.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -25,14 +25,7 @@ from mpx._jax._formats import FORMATS, short_name
 from mpx._jax._frameworks import Named
 from mpx._program._flow import after
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
-from mpx._program._queries import (
-    MATMULS,
-    SHAPE_ONLY,
-    Equation,
-    flops,
-    has_body,
-    names,
-)
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body, names
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -48,7 +41,6 @@ MOVES = _REPEATS.union(
 )
 # A result for each operand, which it equals.
 _BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constraint"))
-_HALVES = ("bf16", "f16")
 
 
 class Source(NamedTuple):
@@ -62,10 +54,10 @@ class Source(NamedTuple):
     names: frozenset[str] = frozenset()
     # The shape of the argument, if only operations that move numbers lie between
     leaf: tuple[int, ...] | None = None
-    # For a number that is written into the program, however broadcast: the 16-bit
-    # formats that hold it without overflow or underflow. Not the number itself: two
-    # calls of a jitted function with other numbers are one program.
-    literal: tuple[str, ...] | None = None
+    # For a number that is written into the program, however broadcast: whether the compute
+    # dtype holds it without overflow or underflow. Not the number itself: two calls of a
+    # jitted function with other numbers are one program.
+    literal: bool | None = None
 
     @property
     def is_param(self) -> bool:
@@ -138,11 +130,11 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     return [DATA if eqn.effects else found] * count
 
 
-def _converted(eqn: Equation, source: Source) -> tuple[str, ...] | None:
+def _converted(eqn: Equation, source: Source) -> bool | None:
     if not is_eligible(eqn.outvars[0].aval):
         return None
     # Zeros and ones are exact in every dtype.
-    return _HALVES if eqn.invars[0].aval.dtype == np.bool_ else source.literal
+    return eqn.invars[0].aval.dtype == np.bool_ or source.literal
 
 
 def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
@@ -198,29 +190,10 @@ def _(
     return _saturate(*primals, dtype), tangents[0]
 
 
-def widest(dtypes: Iterable[np.dtype]) -> np.dtype:
-    """Returns the dtype that holds all of these: f32, unless they are one."""
-    chosen = {np.dtype(dtype) for dtype in dtypes}
-    return chosen.pop() if len(chosen) == 1 else F32
-
-
-def formats_that_hold(value: PyTree) -> tuple[str, ...]:
-    """Returns the 16-bit formats in which a number neither overflows nor becomes 0."""
-    size = abs(float(value))
-    if not np.isfinite(size) or size == 0:
-        return _HALVES
-    forms = [(name, FORMATS[name]) for name in _HALVES]
-    return tuple(name for name, form in forms if form.tiny <= size <= form.max)
-
-
-def changed(
-    op: Op,
-    change: Callable[[Any], PyTree],
-    where: Callable[[Any], bool] = is_eligible,
-) -> Values:
-    """Returns the operands of an equation, changed where their types say so."""
+def changed(op: Op, change: Callable[[Any], PyTree]) -> Values:
+    """Returns the operands of an equation, changed where they are f32 as written."""
     return [
-        change(value) if where(var.aval) else value
+        change(value) if is_eligible(var.aval) else value
         for var, value in zip(op.eqn.invars, op.values, strict=True)
     ]
 
@@ -239,24 +212,6 @@ class Decision(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     flops: int
 
-    @classmethod
-    def about(
-        cls, eqn: Equation, scopes: Scopes, caller: Equation = None, **fields: Any
-    ) -> "Decision":
-        """Returns a decision about an equation, with fields that it does not tell."""
-        frames = source_frames(eqn) or (source_frames(caller) if caller else [])
-        told = {
-            "primitive": eqn.primitive.name,
-            "scope": "/".join(x for x in scopes if not x.startswith(FUNCTION_SCOPE)),
-            "source": f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            "params": (),
-            "before": tuple(str(var.aval.dtype) for var in eqn.invars),
-            "after": tuple(str(var.aval.dtype) for var in eqn.outvars),
-            "shapes": tuple(tuple(var.aval.shape) for var in eqn.invars),
-            "flops": flops(eqn),
-        }
-        return cls(**{**told, **fields})
-
 
 @dataclasses.dataclass(eq=False)
 class Recording:
@@ -271,11 +226,6 @@ class Recording:
     # The matmuls that functions under `fp8` met, and the recipe of each call of one
     matmuls: list[PyTree] = dataclasses.field(default_factory=list)
     recipes: list[PyTree] = dataclasses.field(default_factory=list)
-
-    def name(self, named: Sequence[Named], arrays: Sequence[PyTree]) -> None:
-        """Remembers the names of arrays; the first name of an array counts."""
-        for name, array in zip(named, arrays, strict=True):
-            self.names.setdefault(id(array), name)
 
 
 # Part of the cache key of `jax.jit`: a function that was traced before is traced again.
@@ -316,6 +266,23 @@ class Settings(Transformation):
     # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None
 
+    def tell(self, eqn: Equation, scopes: Scopes, **fields: Any) -> None:
+        """Records a decision about an equation, with fields that it does not tell."""
+        if self.decisions is None:
+            return
+        frames = source_frames(eqn) or (self.caller and source_frames(self.caller))
+        told = {
+            "primitive": eqn.primitive.name,
+            "scope": "/".join(x for x in scopes if not x.startswith(FUNCTION_SCOPE)),
+            "source": f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
+            "params": (),
+            "before": tuple(str(var.aval.dtype) for var in eqn.invars),
+            "after": tuple(str(var.aval.dtype) for var in eqn.outvars),
+            "shapes": tuple(tuple(var.aval.shape) for var in eqn.invars),
+            "flops": flops(eqn),
+        }
+        self.decisions.append(Decision(**{**told, **fields}))
+
     @property
     def kept_types(self) -> tuple[type, ...]:
         """The types whose calls run as they are written."""
@@ -330,7 +297,9 @@ class Settings(Transformation):
     def literal_fact(self, atom: Any) -> Source:
         if not is_eligible(atom.aval):
             return CONSTANT
-        return Source("constant", literal=formats_that_hold(atom.val))
+        size, form = abs(float(atom.val)), FORMATS[short_name(self.dtype)]
+        fits = not np.isfinite(size) or size == 0 or form.tiny <= size <= form.max
+        return Source("constant", literal=fits)
 
     def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
         if kind == "carry":
@@ -383,8 +352,7 @@ class Settings(Transformation):
 
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[RuleLike, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
-        inner = self.scopes_inside(eqn, scopes) if self.rules.functions else scopes
-        return self.rules.scope_rule(inner)
+        return self.rules.scope_rule(self.scopes_inside(eqn, scopes))
 
     def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
         """Returns the scopes of a body, with one for the selected function that calls it."""

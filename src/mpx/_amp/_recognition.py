@@ -4,8 +4,9 @@ It is imported when a function is traced for a GPU with a fused kernel.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,14 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp._decide import reason_against
-from mpx._amp._facts import (
-    DATA,
-    LOW_DTYPES,
-    Decision,
-    Settings,
-    Source,
-    cast,
-    is_eligible,
-)
+from mpx._amp._facts import DATA, LOW_DTYPES, Settings, Source, cast, is_eligible
 from mpx._amp._rules import Rule
 from mpx._jax._compat import Literal, scopes_of, source_context
 from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
-from mpx._program._queries import ATTENTION, SHAPE_ONLY, Equation
+from mpx._program._queries import SHAPE_ONLY, Equation
 from mpx._recognise._match import (
     Masks,
     Match,
@@ -38,10 +31,8 @@ from mpx._recognise._match import (
     masks_of,
     reason_for_miss,
 )
-from mpx._recognise._softmax import Softmaxes
-from mpx._recognise._terms import Level, Term, live_equations, outermost
+from mpx._recognise._softmax import Program, Term, history, reach
 
-_CALL = next(iter(ATTENTION))
 _NATURAL = (
     lax.DotAlgorithmPreset.BF16_BF16_F32,
     lax.DotAlgorithmPreset.F16_F16_F32,
@@ -49,8 +40,6 @@ _NATURAL = (
     None,
 )
 Value = tuple[Any, Source]
-Values = dict[Any, Value]
-"""Values and facts by variable at the outermost level, by the `id` of the term inside calls."""
 
 
 def plan_for(
@@ -61,24 +50,26 @@ def plan_for(
     scopes: Scopes,
 ) -> Plan | None:
     """Returns what is recognised in a jaxpr; see `Visitor.plan`."""
-    known = dict(zip(jaxpr.invars, facts, strict=True))
-    search = _Search(amp, Softmaxes(Level(jaxpr, consts)), known, scopes)
-    level = search.softmaxes.level
+    search = _Search(amp, dict(zip(jaxpr.invars, facts, strict=True)), scopes)
     replaced, inside = {}, {}
     try:
-        for index, eqn in enumerate(jaxpr.eqns):
-            call = search.call_at(eqn) if eqn.primitive.name == "dot_general" else None
-            if call is not None:
-                terms = search.softmaxes.history(call.match.probs)
-                replaced[index] = _replacement(level, call)
-                inside[index] = {id(outermost(term)) for term in terms}
+        dots = [
+            i for i, x in enumerate(jaxpr.eqns) if x.primitive.name == "dot_general"
+        ]
+        for index, last in zip(dots, Program(jaxpr, consts).products, strict=True):
+            match = find_attention(last)
+            found = search.replacement(last, match)
+            if match is not None and isinstance(found, Replacement):
+                calls = ((*x.callers, x.eqn)[0] for x in history(match.probs))
+                replaced[index], inside[index] = found, set(map(id, calls))
+            elif isinstance(found, str):
+                search.tell(last.eqn, found)
     except Exception as error:
         warn(_FAILED.format(error=repr(error)))
         return None
     while replaced:
         # Nothing runs that nobody reads; what is read all the same is not replaced.
-        atoms = {index: found.atoms for index, found in replaced.items()}
-        live = live_equations(jaxpr, atoms)
+        live = _live(jaxpr, replaced)
         used = [index for index in replaced if inside[index] & live]
         if not used:
             dead = (i for i, eqn in enumerate(jaxpr.eqns) if id(eqn) not in live)
@@ -87,6 +78,18 @@ def plan_for(
             search.tell(jaxpr.eqns[index], _USED_ELSEWHERE)
             del replaced[index]
     return None
+
+
+def _live(jaxpr: Jaxpr, replaced: Mapping[int, Replacement]) -> set[int]:
+    """Returns the `id`s of the equations whose results are read or that have effects."""
+    read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    live = set()
+    for index, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if eqn.effects or any(var in read for var in eqn.outvars):
+            atoms = replaced[index].atoms if index in replaced else eqn.invars
+            read.update(atom for atom in atoms if not isinstance(atom, Literal))
+            live.add(id(eqn))
+    return live
 
 
 _FAILED = (
@@ -98,85 +101,23 @@ _USED_ELSEWHERE = (
 )
 
 
-class _Call(NamedTuple):
-    """Recognised attention, its masks, the call of the kernel, and its dtype."""
-
-    match: Match
-    masks: Masks
-    spec: kernel.Attention
-    dtype: np.dtype
-
-    def run(self, amp: Any, op: Op, value_of: Callable[[Term], Value]) -> Outcome:
-        """Runs attention in 16 bits, and tells the report."""
-        match, masks, spec, dtype = self
-        operands = [value_of(x) for x in match.operands]
-
-        def wide(term: Term) -> Array:
-            found = value_of(term)[0]
-            return amp.widen(found) if is_eligible(term.aval) else jnp.asarray(found)
-
-        arrays = match.laid_out([cast(x, dtype) for x, _ in operands])
-        extras = masks.arrays(match, wide)
-        out = kernel.attention(arrays, extras, spec)
-        if masks.empty is not None:
-            out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
-        out = match.as_result(out)
-        asked = op.eqn.outvars[0].aval
-        if not is_eligible(asked) or not is_eligible(match.operands[2].aval):
-            out = cast(out, asked.dtype)  # as it was asked for
-        if amp.decisions is not None:
-            (batch, rows, heads, size), (_, keys, _, _), _ = match.shapes
-            row = Decision.about(
-                op.eqn,
-                op.scopes,
-                primitive=_CALL,
-                rule=str(Rule.LOW),
-                reason="recognised",
-                params=tuple(fact.name for _, fact in operands if fact.name),
-                after=(str(out.dtype),),
-                shapes=tuple(match.shapes),
-                flops=4 * batch * heads * rows * keys * size,
-            )
-            amp.decisions.append(row)
-        return [out], [DATA]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Search:
     """The search in one jaxpr; `known` are the facts of its arguments."""
 
     amp: Settings
-    softmaxes: Softmaxes
     known: Mapping[Any, Source]
     scopes: Scopes
 
-    def call_at(self, eqn: Equation) -> _Call | None:
-        """Returns the attention of which a matmul is the last operation, if it may run."""
-        match = find_attention(self.softmaxes, eqn)
-        if match is not None:
-            found = self._call_of(match)
-        else:
-            is_told = self.amp.decisions is not None
-            found = reason_for_miss(self.softmaxes, eqn) if is_told else None
-        if isinstance(found, str):
-            return self.tell(eqn, found)
-        return found
-
     def tell(self, eqn: Equation, reason: str) -> None:
         """Tells the report why attention is kept."""
-        if self.amp.decisions is not None:
-            row = Decision.about(
-                eqn,
-                self.scopes + scopes_of(eqn),
-                primitive="attention",
-                rule=str(Rule.ORIGINAL),
-                reason=reason,
-                flops=0,
-            )
-            self.amp.decisions.append(row)
+        what = {"primitive": "attention", "rule": "original", "flops": 0}
+        self.amp.tell(eqn, self.scopes + scopes_of(eqn), reason=reason, **what)
 
-    def _call_of(self, match: Match) -> _Call | str:
-        """Returns how recognised attention runs in one kernel, or the reason against it."""
+    def replacement(self, last: Term, match: Match | None) -> Replacement | str | None:
+        """Returns how attention runs in one kernel, or the reason against it."""
+        if match is None:
+            return reason_for_miss(last) if self.amp.decisions is not None else None
         # A matmul multiplies f32 in the compute dtype.
         dtypes = {
             self.amp.dtype if is_eligible(x.aval) else x.aval.dtype
@@ -198,26 +139,21 @@ class _Search:
         (dtype,) = dtypes
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
         against = kernel.reason_against(spec, arrays, extras)
-        return against or _Call(match, masks, spec, dtype)
+        return against or _replacement(match, masks, spec, dtype, self.scopes)
 
     def _reason_to_keep(self, match: Match) -> str | None:
         """Returns which rule or precision asks for the operations as they are written."""
-        amp, dot = self.amp, match.scores.dot
-        for term in self.softmaxes.history(match.probs):
-            region = amp.region_rule(term.eqn, _scopes_inside(term, self.scopes))
-            rule, reason = region or amp.rule(term.name, term.eqn.params, ())
+        for term in (*history(match.probs), match.last):
+            is_dot = term in (match.scores.dot, match.last)
+            facts = [self._fact_of(x) for x in term.operands if is_dot]
+            region = self.amp.region_rule(term.eqn, _scopes_of(term, self.scopes))
+            rule, reason = region or self.amp.rule(term.name, term.params, facts)
             if callable(rule) and not isinstance(rule, Rule):
                 return f"the rule of {term.name} is a function"
-            if region is not None and rule == Rule.ORIGINAL:
-                return reason
-        last = Term(self.softmaxes.level, match.eqn.outvars[0], match.eqn)
-        for term, operands in ((dot, dot.operands), (last, match.operands[2:])):
-            facts = [self._fact_of(x) for x in operands]
-            region = amp.region_rule(term.eqn, _scopes_inside(term, self.scopes))
-            rule, reason = region or amp.rule("dot_general", term.eqn.params, facts)
-            if rule == Rule.LOW:
+            if is_dot and rule == Rule.LOW:
                 reason = _reason_by_precision(term.eqn)
-            if reason is not None:
+            is_kept = region is not None and rule == Rule.ORIGINAL
+            if (is_dot or is_kept) and reason is not None:
                 return reason
         return None
 
@@ -230,7 +166,7 @@ class _Search:
 
 def _reason_by_precision(eqn: Equation) -> str | None:
     if any(is_eligible(var.aval) for var in eqn.invars):
-        return reason_against(eqn, Rule.LOW)
+        return reason_against(eqn)
     asked = eqn.params.get("precision")
     for item in asked if isinstance(asked, tuple) else (asked,):
         if item not in _NATURAL:
@@ -238,62 +174,75 @@ def _reason_by_precision(eqn: Equation) -> str | None:
     return None
 
 
+def _scopes_of(term: Term, scopes: Scopes) -> Scopes:
+    """Returns the named scopes around the equation of a term, given the outermost ones."""
+    return sum(map(scopes_of, (*term.callers, term.eqn)), scopes)
+
+
 # --- While the function runs ----------------------------------------------------------
 
 
-def _replacement(level: Level, call: _Call) -> Replacement:
+def _replacement(
+    match: Match, masks: Masks, spec: kernel.Attention, dtype: np.dtype, scopes: Scopes
+) -> Replacement:
     """Returns what replaces the last equation of attention.
 
     Terms of the outermost level have been computed; those inside calls are computed when
     they are read, by the visitor.
     """
-    atoms: dict[Any, None] = {}
-    waiting, seen = [*call.match.operands, *call.masks.terms], set()
-    while waiting:
-        term = waiting.pop()
-        if id(term) in seen or isinstance(term.atom, Literal):
-            continue
-        seen.add(id(term))
-        if term.level is level:
-            atoms[term.atom] = None
-        else:
-            waiting.extend(term.operands)
+    terms = reach([*match.operands, *masks.terms], lambda x: bool(x.callers))
+    is_read = lambda x: not (x.callers or isinstance(x.atom, Literal))  # noqa: E731
+    outer = [term for term in terms if is_read(term)]
 
     def run(amp: Any, op: Op) -> Outcome:
+        """Runs attention in 16 bits, and tells the report."""
         pairs = zip(op.values, op.facts, strict=True)
-        known: Values = dict(zip(atoms, pairs, strict=True))
-        scopes = op.scopes[: len(op.scopes) - len(scopes_of(op.eqn))]
-        return call.run(amp, op, lambda term: _value_of(amp, scopes, term, known))
+        known = dict(zip(map(id, outer), pairs, strict=True))
+        value_of = functools.partial(_value_of, amp, scopes, known)
 
-    return Replacement(list(atoms), run)
+        def wide(term: Term) -> Array:
+            found = value_of(term)[0]
+            return amp.widen(found) if is_eligible(term.aval) else jnp.asarray(found)
+
+        operands = [value_of(x) for x in match.operands]
+        arrays = match.laid_out([cast(x, dtype) for x, _ in operands])
+        extras = masks.arrays(match, wide)
+        out = kernel.attention(arrays, extras, spec)
+        if masks.empty is not None:
+            out = fill_empty_rows(match, masks, extras["mask"], arrays, out)
+        out = match.as_result(out)
+        asked = op.eqn.outvars[0].aval
+        if not is_eligible(asked) or not is_eligible(match.operands[2].aval):
+            out = cast(out, asked.dtype)  # as it was asked for
+        (batch, rows, heads, size), (_, keys, _, _), _ = match.shapes
+        amp.tell(
+            op.eqn,
+            op.scopes,
+            primitive="cudnn_attention",
+            rule=str(Rule.LOW),
+            reason="recognised",
+            params=tuple(fact.name for _, fact in operands if fact.name),
+            after=(str(out.dtype),),
+            shapes=tuple(match.shapes),
+            flops=4 * batch * heads * rows * keys * size,
+        )
+        return [out], [DATA]
+
+    return Replacement([term.atom for term in outer], run)
 
 
-def _value_of(amp: Any, scopes: Scopes, term: Term, known: Values) -> Value:
+def _value_of(amp: Any, scopes: Scopes, known: dict[int, Value], term: Term) -> Value:
     """Returns the value of a term and its fact, and adds what it computes to `known`."""
-    atom = term.atom
-    if isinstance(atom, Literal):
-        return atom.val, amp.literal_fact(atom)
-    key = atom if term.level.caller is None else id(term)
-    if key not in known:
-        if term.eqn is None:
-            const = term.level.consts[atom]
-            known[key] = const, amp.constant_fact(const)
-        else:
-            pairs = [_value_of(amp, scopes, x, known) for x in term.operands]
-            values, facts = [x for x, _ in pairs], [x for _, x in pairs]
-            with source_context(term.eqn), term.eqn.ctx.manager:
-                op = Op(term.eqn, values, facts, _scopes_inside(term, scopes))
-                outs, facts = amp.equation(op)
-            place = next(i for i, x in enumerate(term.eqn.outvars) if x is atom)
-            known[key] = outs[place], facts[place]
-    return known[key]
-
-
-def _scopes_inside(term: Term, scopes: Scopes) -> Scopes:
-    """Returns the named scopes around the equation of a term, given the outermost ones."""
-    found: Scopes = () if term.eqn is None else scopes_of(term.eqn)
-    caller = term.level.caller
-    while caller is not None:
-        level, call = caller
-        found, caller = scopes_of(call) + found, level.caller
-    return scopes + found
+    if isinstance(term.atom, Literal):
+        return term.value, amp.literal_fact(term.atom)
+    if id(term) not in known and term.eqn is None:
+        known[id(term)] = term.value, amp.constant_fact(term.value)
+    elif id(term) not in known:
+        pairs = [_value_of(amp, scopes, known, x) for x in term.operands]
+        values, facts = [x for x, _ in pairs], [x for _, x in pairs]
+        with source_context(term.eqn), term.eqn.ctx.manager:
+            op = Op(term.eqn, values, facts, _scopes_of(term, scopes))
+            outs, facts = amp.equation(op)
+        place = next(i for i, x in enumerate(term.eqn.outvars) if x is term.atom)
+        known[id(term)] = outs[place], facts[place]
+    return known[id(term)]

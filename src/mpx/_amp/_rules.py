@@ -48,11 +48,6 @@ class Rule(enum.StrEnum):
     WIDEST = "widest"
     FOLLOW = "follow"  # Runs in whatever dtype its operand has
     ORIGINAL = "original"  # Operands are cast back to the dtypes of the traced function
-    # Matmuls of f32 operands: in TF32 where the hardware has it, in bf16 summed in f32, or
-    # in full f32, where GPUs from Ampere on use TF32 otherwise.
-    TF32 = "tf32"
-    BF16_F32 = "bf16_f32"
-    TRUE_F32 = "true_f32"
 
 
 # A rule, its reason, and its primitives. A name stands in one row only; a test checks that.
@@ -143,7 +138,7 @@ def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> R
 
 RuleLike = Rule | str | Callable[..., PyTree]
 """A rule, its name, or a function with jaxamp's `precision_fn` signature."""
-_BASES = ("safe", "original", "tf32", "bf16_f32", "true_f32")
+_BASES = ("safe", "original")
 _Found = tuple[RuleLike, str] | None
 """A rule and the reason, if there is one."""
 
@@ -157,8 +152,7 @@ class AmpRules:
     a matmul reads, the primitive, and at last the base.
 
     Attributes:
-        base: `"safe"`, the rule table; `"original"`, everything as written; or `"tf32"`,
-            `"bf16_f32"`, `"true_f32"`: f32 activations, and matmuls by that algorithm.
+        base: `"safe"`, the rule table, or `"original"`, everything as written.
         primitives: From a primitive (object or name) to a rule.
         scopes: From a regular expression, searched in the path of `jax.named_scope`s
             such as `block/attn`, to a rule.
@@ -168,13 +162,11 @@ class AmpRules:
         params: From a regular expression, searched in the path of a parameter such as
             `layers/0/weight`, to a rule, for the matmuls that read it.
 
-    A rule is one of `"low"`, `"f32"`, `"widest"`, `"follow"`, `"original"`, for matmuls
-    also `"tf32"`, `"bf16_f32"` and `"true_f32"`; or a function
+    A rule is one of `"low"`, `"f32"`, `"widest"`, `"follow"`, `"original"`; or a function
     `(compute_dtype, original_dtypes, *operands, **params) -> operands, params`.
 
     A primitive that does not exist is an error, and so is, when the function is called, an
-    expression that selects nothing. Rules are hashable, and equal if they are the same in
-    the same order.
+    expression that selects nothing.
 
     Examples:
         >>> rules = AmpRules(scopes={"router$": "original"}, params={"^head": "f32"})
@@ -201,8 +193,8 @@ class AmpRules:
         """Checks the rules and makes primitives names."""
         if self.base not in _BASES:
             raise ValueError(
-                f"`base` must be one of {', '.join(_BASES)}, but {self.base!r} was "
-                "given."
+                f"`rules` must be one of {', '.join(_BASES)} or an `mpx.AmpRules`, but "
+                f"{self.base!r} was given."
             )
         for field in ("primitives", "scopes", "functions", "params"):
             parsed = {}
@@ -248,18 +240,6 @@ class AmpRules:
             warn(str(error))
         return rules
 
-    def _key(self) -> tuple[PyTree, ...]:
-        rules = (self.primitives, self.scopes, self.functions, self.params)
-        return (self.base, self.keep, *(tuple(x.items()) for x in rules))
-
-    def __eq__(self, other: object) -> bool:
-        """Returns whether the other has the same rules in the same order."""
-        return isinstance(other, AmpRules) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        """Returns a number that equal rules share."""
-        return hash(self._key())
-
     @property
     def is_plain(self) -> bool:
         """Returns whether f32 operations without a matmul come back as they are."""
@@ -299,14 +279,11 @@ class AmpRules:
 
     def param_rule(self, name: str) -> _Found:
         """Returns the rule of a parameter's name, and the reason."""
-        if name not in self._found:
-            self._found[name] = self._param_rule(name, None)
-        return self._found[name]
+        return self._found.get(name)
 
     def _param_rule(self, name: str, leaf: PyTree) -> _Found:
         for selector in self.keep:
-            known = leaf is not None or isinstance(selector, str | type)
-            if known and matches(selector, name, leaf):
+            if matches(selector, name, leaf):
                 return Rule.ORIGINAL, f"keep {shown(selector)}"
         for pattern, rule in self.params.items():
             if search(pattern, name):
@@ -319,13 +296,10 @@ class AmpRules:
         """Returns the rule of a primitive, and the reason."""
         if name in self.primitives:
             return self.primitives[name], f"policy {self.base}"
-        if self.base == "safe":
-            if name == "integer_pow":
-                return rule_for(name, params, compute_is_f16), REASONS["square"]
-            return PRIMITIVES.get(name, Rule.ORIGINAL), REASONS.get(name, UNKNOWN)
-        is_other = self.base != "original" and name in MATMULS
-        reason = f"policy {self.base}" if name in PRIMITIVES else UNKNOWN
-        return Rule(self.base) if is_other else Rule.ORIGINAL, reason
+        if self.base == "original":
+            return Rule.ORIGINAL, "policy original" if name in PRIMITIVES else UNKNOWN
+        rule = rule_for(name, params, compute_is_f16)
+        return rule, REASONS.get("square" if name == "integer_pow" else name, UNKNOWN)
 
 
 FUNCTION_SCOPE = "mpx.function:"
@@ -336,12 +310,10 @@ def rules_by_name(
     primitives: Mapping[Any, RuleLike], scopes: Mapping[str, RuleLike]
 ) -> AmpRules:
     """Returns rules with jaxamp's meaning: what is not listed runs as it is written."""
-    exact = {name: rf"(^|/){re.escape(name)}$" for name in (*scopes, *_JAXAMP)}
-    by_path = {
-        exact[name]: _parse(rule, "scopes", name) for name, rule in scopes.items()
-    }
+    exact = lambda name: rf"(^|/){re.escape(name)}$"  # noqa: E731
+    by_path = {exact(name): rule for name, rule in scopes.items()}
     rules = AmpRules("original", primitives=primitives, scopes=by_path)
-    object.__setattr__(rules, "_optional", frozenset(exact[x] for x in _JAXAMP))
+    object.__setattr__(rules, "_optional", frozenset(map(exact, _JAXAMP)))
     return rules
 
 
@@ -357,16 +329,14 @@ def _name(primitive: Any) -> str:
             f"`primitives[{name!r}]` cannot have a rule: what it calls has its own rules, "
             "and a cast is honoured. For a region use `scopes` or `functions`."
         )
-    if isinstance(primitive, str) and name not in PRIMITIVES:
-        known = {*PRIMITIVES, *lowered_primitives()}
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise ValueError(
-                f"`primitives[{name!r}]` must be the name of a primitive, but JAX has "
-                f"none of that name.{hint} Print `jax.make_jaxpr(func)(...)` to see those "
-                "of a function, or pass the object, such as `jax.lax.dot_general_p`."
-            )
+    if name == primitive and not (name in PRIMITIVES or name in lowered_primitives()):
+        close = difflib.get_close_matches(name, PRIMITIVES)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ValueError(
+            f"`primitives[{name!r}]` must be the name of a primitive, but JAX has none of "
+            f"that name.{hint} Print `jax.make_jaxpr(func)(...)` to see those of a "
+            "function, or pass the object, such as `jax.lax.dot_general_p`."
+        )
     return name
 
 
@@ -382,29 +352,16 @@ def _parse(value: RuleLike, field: str, key: str) -> RuleLike:
         ) from None
 
 
-def as_amp_rules(rules: AmpRules | str | Mapping[Any, Any] | None) -> AmpRules:
-    """Returns rules from what a user may pass; a dictionary has jaxamp's meaning."""
-    if rules is None:
-        return AmpRules()
+def as_amp_rules(rules: AmpRules | str | None) -> AmpRules:
+    """Returns rules from what a user may pass."""
     if isinstance(rules, AmpRules):
         return rules
-    if isinstance(rules, str):
-        if rules not in _BASES:
-            raise ValueError(
-                f"`rules` must be one of {', '.join(_BASES)}, an `mpx.AmpRules` or a "
-                f"dictionary, but {rules!r} was given."
-            )
-        return AmpRules(rules)
-    if not isinstance(rules, Mapping):
+    if rules is not None and not isinstance(rules, str):
         raise TypeError(
-            '`rules` must be an `mpx.AmpRules`, a name such as "safe" or a '
-            f"dictionary, but {type(rules).__name__} was given."
+            '`rules` must be an `mpx.AmpRules` or a name such as "original", but '
+            f"{type(rules).__name__} was given."
         )
-    is_primitive = lambda key: not isinstance(key, str) or key in PRIMITIVES  # noqa: E731
-    return rules_by_name(
-        {key: rule for key, rule in rules.items() if is_primitive(key)},
-        {key: rule for key, rule in rules.items() if not is_primitive(key)},
-    )
+    return AmpRules("safe" if rules is None else rules)
 
 
 def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
@@ -421,14 +378,9 @@ def as_compute_dtype(dtype: DTypeLike | None) -> np.dtype:
     except ValueError:
         parsed = None
     if parsed is None or parsed.itemsize != 2:
-        asks_for_fp8 = re.search("fp8|f8|float8|e4m3|e5m2", str(dtype), re.IGNORECASE)
         raise ValueError(
-            f"`dtype` must be f16 or bf16, but {dtype!r} was given. "
-            + (
-                "For 8 bits use `mpx.fp8(func)`, or `mpx.fp8(mpx.amp(func))`."
-                if asks_for_fp8
-                else 'Pass a dtype such as `jnp.bfloat16` or a name such as "bf16". To '
-                'run everything as written, pass `rules="original"`.'
-            )
+            f"`dtype` must be f16 or bf16, but {dtype!r} was given. Pass a dtype such as "
+            '`jnp.bfloat16` or a name such as "bf16". To run everything as written, pass '
+            '`rules="original"`. For 8 bits use `mpx.fp8(func)`.'
         )
     return parsed

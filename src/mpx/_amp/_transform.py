@@ -1,8 +1,8 @@
 """`amp`, and the marks `amp_stop` and `amp_low`."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._amp._call import parse_params, under_amp
-from mpx._amp._emit import autocast_for
+from mpx._amp._emit import Autocast, autocast_for
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._context import is_amp, parse_reduce
 from mpx._casting._keep import STOP_SCOPE
@@ -74,7 +74,7 @@ class AmpKeywords(TypedDict, total=False):
 
     params: int | str | Sequence[int | str] | None
     keep: Selectors
-    rules: AmpRules | str | Mapping[Any, Any] | None
+    rules: AmpRules | str | None
     narrow_carry: bool
     reduce_dtype: DTypeLike | None
     attention: Literal["fuse", "keep"]
@@ -82,9 +82,7 @@ class AmpKeywords(TypedDict, total=False):
 
 @overload
 def amp(
-    func: Callable[P, R],
-    dtype: DTypeLike | None = None,
-    **options: Unpack[AmpKeywords],
+    func: Callable[P, R], dtype: DTypeLike | None = None, **options: Unpack[AmpKeywords]
 ) -> Callable[P, R]: ...
 @overload
 def amp(
@@ -96,7 +94,7 @@ def amp(
     *,
     params: int | str | Sequence[int | str] | None = None,
     keep: Selectors = (),
-    rules: AmpRules | str | Mapping[Any, Any] | None = None,
+    rules: AmpRules | str | None = None,
     narrow_carry: bool = False,
     reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
@@ -127,8 +125,7 @@ def amp(
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
             with parameters that it holds), a predicate `(path, leaf) -> bool` for
             parameters, or a list of these.
-        rules: `"safe"` (the default), an `AmpRules` or the name of its base, or a dictionary
-            as in jaxamp.
+        rules: `"safe"` (the default), `"original"` or an `AmpRules`.
         narrow_carry: Whether the carry of a loop may be held in the compute dtype. By
             default it stays f32, since it may be an accumulator.
         reduce_dtype: The dtype in which gradients of weights leave their matmuls, and so
@@ -155,21 +152,21 @@ def amp(
         raise ValueError(
             f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
         )
-    if dtype is not None:
-        dtype = as_compute_dtype(dtype)
-    found = parse_params(params)
-    chosen = as_amp_rules(rules).keeping(parse_selectors(keep, "keep"))
-    if func is None:
-        return _Decorator(
-            amp,
-            dtype=dtype,
-            params=params,
-            keep=chosen.keep,
-            rules=chosen,
-            narrow_carry=narrow_carry,
-            reduce_dtype=reduce_dtype,
-            attention=attention,
-        )
+    autocast = functools.partial(
+        autocast_for,
+        None if dtype is None else as_compute_dtype(dtype),
+        parse_reduce(reduce_dtype),
+        params=parse_params(params),
+        rules=as_amp_rules(rules).keeping(parse_selectors(keep, "keep")),
+        narrow_carry=narrow_carry,
+        attention=attention,
+    )
+    return _Decorator(_wrap, autocast) if func is None else _wrap(autocast, func)
+
+
+def _wrap(
+    autocast: Callable[[], Autocast], func: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
     if not callable(func):
         raise TypeError(
             "`amp` takes a function, such as a loss or a module, but "
@@ -181,15 +178,6 @@ def amp(
             "The function is under `amp` already. What the inner one chose holds, and the "
             "outer one finds nothing to do. Call `amp` once."
         )
-    autocast = functools.partial(
-        autocast_for,
-        dtype,
-        parse_reduce(reduce_dtype),
-        params=found,
-        rules=chosen,
-        narrow_carry=narrow_carry,
-        attention=attention,
-    )
     return under_amp(func, autocast)
 
 

@@ -5,8 +5,8 @@ mask at all. Rows in which everything is masked are the same as in the function 
 all their probabilities are one number, `Meaning.empty`.
 """
 
-import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._ops._attention import causal
-from mpx._program._queries import Equation
+from mpx._recognise._constants import RULES, SAME
 from mpx._recognise._softmax import (
     MASKED,
     SUMMED,
@@ -26,12 +26,12 @@ from mpx._recognise._softmax import (
     Meaning,
     Scores,
     Side,
-    Softmaxes,
+    Term,
     before_broadcast,
     operand_labels,
     product_labels,
+    reach,
 )
-from mpx._recognise._terms import RULES, SAME, Term
 
 _WIDTH: Label = ("width", 0)
 _BIASES = 1e8
@@ -53,7 +53,7 @@ class Axes(NamedTuple):
 class Match(NamedTuple):
     """Attention that was found in a program."""
 
-    eqn: Equation  # The equation that multiplies with the values
+    last: Term  # The product with the values
     operands: list[Term]  # Queries, keys and values
     labels: list[Labels]  # Those of the axes of the operands
     result: Labels  # Those of the axes of the result
@@ -125,17 +125,16 @@ class Match(NamedTuple):
         return where.broadcast_to(x, wide).reshape(shape)
 
 
-def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
+def find_attention(last: Term) -> Match | None:
     """Returns the attention of which a matmul is the last operation, if it is one."""
-    last = Term(softmaxes.level, eqn.outvars[0], eqn)
-    known = [softmaxes.meaning(term) for term in last.operands]
+    known = [term.meaning for term in last.operands]
     which = [i for i, x in enumerate(known) if x is not None and x.kind == "probs"]
     if len(which) != 1:
         return None
     (position,) = which
     meaning, value = known[position], last.operands[1 - position]
     assert meaning is not None
-    summed, batch = eqn.params["dimension_numbers"]
+    summed, batch = last.params["dimension_numbers"]
     axes = _axes(meaning, summed[position], batch[position])
     # Without a bound it may overflow where the kernel does not.
     if axes is None or not meaning.is_bounded:
@@ -152,7 +151,7 @@ def find_attention(softmaxes: Softmaxes, eqn: Equation) -> Match | None:
     order = slice(None) if axes.key[0] == "rhs" else slice(None, None, -1)
     dot = meaning.scores.dot
     return Match(
-        eqn,
+        last,
         [*dot.operands[order], value],
         [*operand_labels(dot)[order], labels],
         product_labels(last, *(pair if position == 0 else pair[::-1])),
@@ -182,7 +181,10 @@ def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes
 
     def is_row(label: Label) -> tuple[bool, bool, int]:
         size = scores.sizes[label]
-        masked = any(_varies(mask, label) for mask in scores.masks)
+        pairs = (
+            x for m in scores.masks for x in zip(m.labels, m.term.shape, strict=True)
+        )
+        masked = any(label in here and count != 1 for here, count in pairs)
         return masked, size == scores.sizes[key], size
 
     row = max(free, key=is_row)
@@ -200,41 +202,32 @@ def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes
     )
 
 
-def _varies(side: Side, label: Label) -> bool:
-    pairs = zip(side.labels, side.term.shape, strict=True)
-    return any(label in here and size != 1 for here, size in pairs)
-
-
 _RANDOM = {"random_bits", "threefry2x32", "random_wrap", "rng_bit_generator"}
 # A softmax that is read by these chooses experts.
 _ROUTING = ("top_k", "sort", "argmax", "gather")
 
 
-def reason_for_miss(softmaxes: Softmaxes, eqn: Equation) -> str | None:
+def reason_for_miss(last: Term) -> str | None:
     """Returns what keeps a matmul from being attention, if it is nearly one."""
-    waiting = [(softmaxes.level.term(atom), "") for atom in eqn.invars]
-    seen: dict[int, Term] = {}
-    names: set[str] = set()
-    found = None
-    while waiting and len(seen) < _MOST_SEARCHED:
-        term, reader = waiting.pop(0)
-        if id(term) in seen or term.eqn is None:
-            continue
-        seen[id(term)] = term
-        meaning = softmaxes.meaning(term)
-        if meaning is None and term.name != "dot_general":
-            names.add(term.name)
-            waiting += [(operand, term.name) for operand in term.operands]
-        elif meaning is not None and meaning.kind == "probs":
-            if reader and reader not in _ROUTING:
-                found = f"{reader} between softmax and values"
-            elif not reader and not meaning.is_bounded:
-                found = "softmax without the largest score of each row subtracted"
-        elif meaning is not None and (reader, "exp" in names) == ("tanh", True):
-            found = "a soft cap (tanh) of the scores"
-    if found is not None and "between" in found and names & _RANDOM:
-        return "dropout between softmax and values"
-    return found
+    known = [x.meaning for x in last.operands if x.meaning is not None]
+    probs = [x for x in known if x.kind == "probs"]
+    if probs:
+        return None if all(x.is_bounded for x in probs) else _NO_SHIFT
+    is_other = lambda x: x.meaning is None and x.name not in ("", "dot_general")  # noqa: E731
+    terms = [*itertools.islice(reach(last.operands, is_other), _MOST_SEARCHED)]
+    readers = [x for x in terms if is_other(x)]
+    names = {x.name for x in readers}
+    for term in readers:
+        kinds = {x.meaning.kind for x in term.operands if x.meaning is not None}
+        if "probs" in kinds and term.name not in _ROUTING:
+            what = "dropout" if names & _RANDOM else term.name
+            return f"{what} between softmax and values"
+        if term.name == "tanh" and kinds and "exp" in names:
+            return "a soft cap (tanh) of the scores"
+    return None
+
+
+_NO_SHIFT = "softmax without the largest score of each row subtracted"
 
 
 # --- Biases and masks -----------------------------------------------------------------
@@ -328,19 +321,15 @@ def masks_of(match: Match) -> Masks | str:
     return found._replace(empty=empty, is_added=is_added)
 
 
-def _may_mask(term: Term) -> bool:
+def _may_mask(bias: Term) -> bool:
     """Returns whether a bias is computed with numbers as large as those of masks."""
-    waiting, seen = [term], set()
-    while waiting and len(seen) < _MOST_SEARCHED:
-        term = waiting.pop()
+    enters = lambda x: x.constant is None and x.name in RULES  # noqa: E731
+    for term in itertools.islice(reach([bias], enters), _MOST_SEARCHED):
         value = term.constant
-        if value is not None and value.size:
-            is_float = jnp.issubdtype(value.dtype, jnp.floating)
-            if is_float and not np.abs(value).max() < -MASKED:
-                return True
-        elif term.name in RULES and id(term) not in seen:
-            seen.add(id(term))
-            waiting.extend(term.operands)
+        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        if value.size and not np.abs(value).max() < -MASKED:
+            return True
     return False
 
 
@@ -352,7 +341,7 @@ def _laid_out(match: Match, side: Side) -> np.ndarray | None:
     value = side.term.constant
     if value is None:
         return None
-    memo = match.probs.level.root.memo
+    memo = match.last.program.memo
     key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
     if key not in memo:
         x = np.asarray(match.side(side, value))
@@ -374,7 +363,7 @@ def _pattern(
     match: Match, constants: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, Form | None, bool]:
     """Returns constant masks as one, its form, and whether it masks a row entirely."""
-    memo, key = match.probs.level.root.memo, (match.axes, *map(id, constants))
+    memo, key = match.last.program.memo, (match.axes, *map(id, constants))
     if key not in memo:
         parts = [x if x.dtype == bool else x == 0 for x in constants]
         mask = functools.reduce(np.logical_and, parts, np.ones((1, 1, 1, 1), bool))
@@ -401,27 +390,25 @@ def _form(mask: np.ndarray, rows: int, keys: int) -> Form | None:
 def _parts(side: Side) -> Iterator[Side]:
     """Yields the masks that a mask is made of: one of them may be a constant."""
     term, labels = before_broadcast(side.term, side.labels)
-    side = dataclasses.replace(side, term=term, labels=labels)
+    side = side._replace(term=term, labels=labels)
     name, operands = term.name, term.operands
     if side.kind == "bias" or term.constant is not None:
         yield side
     elif name in SAME:
-        yield from _parts(dataclasses.replace(side, term=operands[0]))
+        yield from _parts(side._replace(term=operands[0]))
     elif name == "not":
-        yield from _parts(
-            dataclasses.replace(side, term=operands[0], keeps=not side.keeps)
-        )
+        yield from _parts(side._replace(term=operands[0], keeps=not side.keeps))
     elif name in ("ne", "gt", "eq") and (inner := _truth(operands)) is not None:
         keeps = side.keeps == (name != "eq")
-        yield from _parts(dataclasses.replace(side, term=inner, keeps=keeps))
+        yield from _parts(side._replace(term=inner, keeps=keeps))
     elif name == ("and" if side.keeps else "or") and all(x.shape for x in operands):
         for operand in operands:
-            yield from _parts(dataclasses.replace(side, term=operand))
+            yield from _parts(side._replace(term=operand))
     else:
         yield side
 
 
-def _truth(operands: list[Term]) -> Term | None:
+def _truth(operands: Sequence[Term]) -> Term | None:
     """Returns the booleans that are compared with 0 as numbers."""
     if operands[1].scalar != 0.0 or operands[0].name != "convert_element_type":
         return None

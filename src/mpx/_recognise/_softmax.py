@@ -1,6 +1,8 @@
 """Recognising a softmax of the result of a matmul, however it is written.
 
-A term of the program may have a meaning:
+A term is a value of a jaxpr together with the equation that makes it. Calls of jitted
+functions are looked through: the result of a call is the term of the value inside that
+becomes it. A term may have a meaning:
 
     scores = scale · lhs rhs + bias, where mask, else fill
     exp = exp(scores - shift)       sum = Σ exp       probs = exp / sum
@@ -13,15 +15,23 @@ A row in which everything is masked has one score, the fill. What its other part
 on how the softmax is written: a mean, nan or 0. Each meaning carries that number along.
 """
 
-import dataclasses
+import functools
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
-from mpx._recognise._terms import SAME, Level, Term
+from mpx._jax._compat import Literal as Number
+from mpx._jax._compat import has_shardings, is_tracer, open_jaxpr
+from mpx._program._flow import propagate
+from mpx._program._interpreter import Aval, Jaxpr
+from mpx._program._queries import Equation
+from mpx._recognise._constants import RULES, SAME, as_constant, compute
 
+_JITS = ("jit", "pjit")
+_CALLS = (*_JITS, "closed_call", "core_call")
 _F32 = np.dtype(np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")
 Label = tuple[Literal["batch", "lhs", "rhs", "summed", "width"], int]
@@ -38,8 +48,75 @@ ABSORBING = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Side:
+class Term:
+    """A value of a jaxpr or of one that it calls, and what is known of it.
+
+    Inputs, constants and literals have no equation; `callers` are the calls around it,
+    outermost first.
+    """
+
+    def __init__(
+        self,
+        program: "Program",
+        atom: Any,
+        callers: tuple[Equation, ...] = (),
+        eqn: Equation | None = None,
+        operands: "Sequence[Term]" = (),
+        *,
+        value: PyTree = None,
+    ) -> None:
+        self.program, self.atom, self.callers = program, atom, callers
+        self.eqn: Any = eqn
+        self.operands, self.value = operands, value
+        self.aval: Aval = atom.aval
+        self.shape: tuple[int, ...] = tuple(getattr(atom.aval, "shape", ()))
+        self.params: dict[str, PyTree] = {} if eqn is None else eqn.params
+        self.name: str = "" if eqn is None else eqn.primitive.name
+        if eqn is None:
+            self.is_fixed = value is not None and not is_tracer(value)
+        else:
+            self.is_fixed = all([x.is_fixed for x in operands]) and not eqn.effects
+        self.meaning = _meaning(self)
+
+    @functools.cached_property
+    def constant(self) -> np.ndarray | None:
+        """Its value if it depends on no input and is easy to compute."""
+        if not self.is_fixed or not (self.eqn is None or self.name in RULES):
+            return None
+        known, key = self.program.constants, self._key
+        if key not in known and self.eqn is None:
+            known[key] = as_constant(self.value, getattr(self.aval, "dtype", None))
+        elif key not in known:
+            known[key] = compute(self.eqn, [x.constant for x in self.operands])
+        return known[key]
+
+    @functools.cached_property
+    def _key(self) -> int:
+        """A number that is the same for constants that are computed in the same way."""
+        described: Any
+        if isinstance(self.atom, Number):
+            described = str(self.value), str(self.aval)
+        elif self.eqn is None:
+            described = id(self.value)
+        else:
+            operands = tuple(operand._key for operand in self.operands)
+            described = self.name, str(self.aval), str(self.params), operands
+        keys = self.program.keys
+        return keys.setdefault(described, len(keys))
+
+    @property
+    def scalar(self) -> float | None:
+        """The number that all elements of a constant are, if there is one."""
+        is_array = self.eqn is None and math.prod(self.shape) > 1
+        # An array that the function closes over is not fetched for this.
+        value = None if is_array else self.constant
+        if value is None or value.dtype.kind in "bc" or not value.size:
+            return None
+        first = value.reshape(-1)[0]
+        return float(first) if np.all(value == first) else None
+
+
+class Side(NamedTuple):
     """What was added to scores, or which of them were kept."""
 
     kind: Literal["bias", "mask"]
@@ -53,8 +130,7 @@ class Side:
     is_added: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Scaled products of a matmul with biases and masks."""
 
     dot: Term  # The term of the matmul
@@ -68,7 +144,7 @@ class Scores:
         return tuple(side for side in self.sides if side.kind == "mask")
 
     def with_side(self, side: Side) -> "Scores":
-        return dataclasses.replace(self, sides=(*self.sides, side))
+        return self._replace(sides=(*self.sides, side))
 
 
 class Meaning(NamedTuple):
@@ -91,58 +167,67 @@ class Meaning(NamedTuple):
         return bool(self.summed) and self.shift == self.summed
 
 
-class Softmaxes:
-    """The meanings of the terms of a program."""
+class Program:
+    """A jaxpr as terms; nothing is run or changed by looking."""
 
-    def __init__(self, level: Level) -> None:
-        self.level = level
-        self._known: dict[int, tuple[Term, Meaning | None]] = {}
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[PyTree]) -> None:
+        self.keys: dict[Any, int] = {}  # of constants, by how they are computed
+        self.constants: dict[int, np.ndarray | None] = {}
+        self.memo: dict[Any, Any] = {}  # layers have masks in common
+        self.products: list[Term] = []  # of the outermost level, in its order
+        self._results(jaxpr, consts, [Term(self, x) for x in jaxpr.invars])
 
-    def meaning(self, term: Term) -> Meaning | None:
-        """Returns the meaning of a term, if it has one."""
-        if term.eqn is None or id(term) in self._known:
-            return self._known.get(id(term), (term, None))[1]
-        # Without recursion: chains of operations may be longer than Python's stack.
-        waiting = [term]
-        while waiting:
-            last = waiting[-1]
-            rule = _RULES.get(last.name)
-            needs = [] if rule is None or _sums(last) else last.operands
-            new = [x for x in needs if x.eqn is not None and id(x) not in self._known]
-            if new:
-                waiting.extend(new)
-                continue
-            waiting.pop()
-            found = None
-            if rule is not None and str(getattr(last.aval, "dtype", "")) in _FLOATS:
-                known = [self.meaning(x) for x in needs]
-                if _sums(last) or any(x is not None for x in known):
-                    found = rule(last, known)
-            self._known[id(last)] = last, found
-        return self._known[id(term)][1]
+    def _results(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[PyTree],
+        args: Sequence[Term],
+        callers: tuple[Equation, ...] = (),
+    ) -> Sequence[Term]:
+        terms = dict(zip(jaxpr.invars, args, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            terms[var] = Term(self, var, callers, value=value)
 
-    def history(self, term: Term) -> list[Term]:
-        """Returns the terms from the matmul of the scores to a part of their softmax."""
-        found: dict[int, Term] = {}
-        waiting = [term]
-        while waiting:
-            term = waiting.pop()
-            meaning = self.meaning(term)
-            if meaning is None or id(term) in found:
-                continue
-            found[id(term)] = term
-            if term is not meaning.scores.dot:
-                waiting += [x for x in term.operands if self._is_of(x, meaning)]
-        return list(found.values())
+        def rule(eqn: Equation, operands: list[Term]) -> Sequence[Term]:
+            name, params = eqn.primitive.name, eqn.params
+            if name in _CALLS and not (name in _JITS and has_shardings(params)):
+                body = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
+                return self._results(*body, operands, (*callers, eqn))
+            outs = [Term(self, x, callers, eqn, operands) for x in eqn.outvars]
+            if name == "dot_general" and not callers:
+                self.products += outs
+            return outs
 
-    def _is_of(self, term: Term, meaning: Meaning) -> bool:
-        known = self.meaning(term)
-        return known is not None and known.scores.dot is meaning.scores.dot
+        return propagate(jaxpr, terms, rule, lambda x: Term(self, x, value=x.val))
 
 
-def _sums(term: Term) -> bool:
-    """Returns whether a term is a matmul: then its operands need no meaning."""
-    return term.name == "dot_general" and bool(term.params["dimension_numbers"][0][0])
+def _meaning(term: Term) -> Meaning | None:
+    rule = _RULES.get(term.name)
+    if rule is None or str(getattr(term.aval, "dtype", "")) not in _FLOATS:
+        return None
+    known = [x.meaning for x in term.operands]
+    is_known = any([x is not None for x in known])
+    return rule(term, known) if is_known or term.name == "dot_general" else None
+
+
+def reach(starts: Sequence[Term], enters: Callable[[Term], bool]) -> Iterator[Term]:
+    """Yields terms, and the operands of those that are entered, each once, near ones first."""
+    waiting, seen = list(starts), set()
+    while waiting:
+        term = waiting.pop(0)
+        if id(term) not in seen:
+            seen.add(id(term))
+            yield term
+            waiting.extend(term.operands if enters(term) else ())
+
+
+def history(probs: Term) -> list[Term]:
+    """Returns the terms from the matmul of the scores to a part of their softmax."""
+    assert probs.meaning is not None
+    dot = probs.meaning.scores.dot
+    is_part = lambda x: x.meaning is not None and x.meaning.scores.dot is dot  # noqa: E731
+    found = reach([probs], lambda x: is_part(x) and x is not dot)
+    return [x for x in found if is_part(x)]
 
 
 # --- Labels ---------------------------------------------------------------------------
@@ -187,9 +272,12 @@ def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
         }
         return Meaning("scores", Scores(term, sizes), product_labels(term, *sides))
     # Hugging Face multiplies weights by a mask of heads.
-    (position, source), *more = [(i, x) for i, x in enumerate(known) if x is not None]
+    found = [(i, x) for i, x in enumerate(known) if x is not None]
+    if len(found) != 1:
+        return None
+    ((position, source),) = found
     ones = term.operands[1 - position]
-    if more or ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
+    if ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
         return None
     pair = [source.labels, ((),) * len(ones.shape)]
     labels = product_labels(term, *(pair if position == 0 else pair[::-1]))
@@ -247,14 +335,18 @@ def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
     labels = source.labels if relabel is None else relabel(term, source)
     if labels is None:
         return None
-    empty = _rounded(source.empty, term.aval.dtype)
+    empty = _number(np.positive, source.empty, dtype=term.aval.dtype)
     return source._replace(labels=labels, empty=empty)
 
 
-def _rounded(x: float | None, dtype: np.dtype = _F32) -> float | None:
-    """Returns a number in a dtype, in which it may be infinite."""
-    with np.errstate(over="ignore"):
-        return None if x is None else float(np.float32(x).astype(dtype))
+def _number(
+    func: Callable[..., np.ndarray], *numbers: float | None, dtype: np.dtype = _F32
+) -> float | None:
+    """Returns a function of f32 numbers, rounded to a dtype; `None` if one is unknown."""
+    if None in numbers:
+        return None
+    with np.errstate(all="ignore"):
+        return float(np.asarray(func(*map(np.float32, numbers))).astype(dtype))
 
 
 # --- Scores ---------------------------------------------------------------------------
@@ -264,16 +356,16 @@ def _scaled(source: Meaning, factor: float) -> Meaning | None:
     sides = []
     for side in source.scores.sides:
         if side.kind == "bias":
-            side = dataclasses.replace(side, factor=side.factor * factor)
+            side = side._replace(factor=side.factor * factor)
         else:
-            fill = _rounded(side.fill * factor)
+            fill = _number(np.multiply, side.fill, factor)
             if factor <= 0 or fill is None or fill > MASKED:
                 return None
-            side = dataclasses.replace(side, fill=fill)
+            side = side._replace(fill=fill)
         sides.append(side)
     scale = source.scores.scale * factor
-    scores = dataclasses.replace(source.scores, scale=scale, sides=tuple(sides))
-    empty = None if source.empty is None else _rounded(source.empty * factor)
+    scores = source.scores._replace(scale=scale, sides=tuple(sides))
+    empty = _number(np.multiply, source.empty, factor)
     return source._replace(scores=scores, empty=empty)
 
 
@@ -324,7 +416,7 @@ def _as_mask(bias: Side) -> Side | None:
     if which.shape != term.shape or 0.0 not in numbers or None in numbers:
         return None
     keeps = numbers[1] == 0.0
-    fill = _rounded((numbers[0 if keeps else 1] or 0.0) * bias.factor)
+    fill = _number(np.multiply, numbers[0 if keeps else 1], bias.factor)
     if fill is None or fill > ABSORBING:
         return None
     which, labels = before_broadcast(which, labels)
@@ -350,7 +442,7 @@ def _selected(term: Term, known: list[Meaning | None]) -> Meaning | None:
         return source._replace(scores=scores.with_side(side), empty=empty)
     # A mask of the exponentials alone is no mask of the scores: the largest score, which
     # is subtracted, may be a masked one.
-    before = [dataclasses.replace(x, fill=0.0, is_added=False) for x in scores.masks]
+    before = [x._replace(fill=0.0, is_added=False) for x in scores.masks]
     if source.kind in ("exp", "probs") and fill == 0.0 and before == [side]:
         return source._replace(empty=0.0)
     return None
@@ -372,16 +464,12 @@ def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
     if term.operands[0].shape != term.shape or not _aligned(first, second):
         return None
     parts = term.name, first.kind, second.kind
-    empty = None
     if parts == ("sub", "scores", "max") and first.scores == second.scores:
-        if first.empty is not None:
-            empty = math.nan if first.empty == -math.inf else 0.0
+        empty = _number(np.subtract, first.empty, second.empty)
         is_first = first.shift is None
         return first._replace(shift=second.shift, empty=empty) if is_first else None
     if parts == ("div", "exp", "sum") and first.exp is second.exp:
-        if first.empty is not None and second.empty is not None:
-            with np.errstate(all="ignore"):
-                empty = float(np.float32(first.empty) / np.float32(second.empty))
+        empty = _number(np.divide, first.empty, second.empty)
         return second._replace(kind="probs", labels=first.labels, empty=empty)
     return None
 
@@ -404,7 +492,7 @@ def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
     labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
     if (term.name, source.kind) == ("reduce_sum", "exp"):
         count = math.prod(source.scores.sizes[x] for x in gone)
-        empty = None if source.empty is None else source.empty * count
+        empty = _number(np.multiply, source.empty, count)
         return source._replace(kind="sum", labels=labels, summed=gone, empty=empty)
     if (term.name, source.kind, source.shift) == ("reduce_max", "scores", None):
         return source._replace(kind="max", labels=labels, shift=gone)
@@ -423,7 +511,7 @@ def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
     (source,) = known
     if source is None or source.kind != "scores":
         return None
-    empty = None if source.empty is None else math.exp(source.empty)
+    empty = _number(np.exp, source.empty)
     return source._replace(kind="exp", exp=term, empty=empty)
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._decide import PRESETS
 from mpx._amp._rules import REASONS
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, source_frames
 from mpx._program._flow import Flow
@@ -111,11 +110,9 @@ def _matmul(here: Position, place: Place, reason: Reason) -> Matmul:
     if place.primitive in CROSS_ENTROPY:
         is_wide = eqn.params["head"].dtype == np.float32
         dtype = short_dtypes([eqn.params["head"].dtype])
-    precision = eqn.params.get("precision")
-    presets = (rule for rule, preset in PRESETS.items() if precision == preset)
     return Matmul(
         place=place,
-        dtype=next(presets, dtype),
+        dtype=dtype,
         result=short_dtypes([eqn.outvars[0].aval.dtype]),
         shapes=tuple(tuple(x.aval.shape) for x in operands),
         times=times,

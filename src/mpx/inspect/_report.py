@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxtyping import PyTree
 
-from mpx._amp._decide import IN_KERNEL, PRESETS, RAGGED
+from mpx._amp._decide import IN_KERNEL, RAGGED
 from mpx._amp._facts import Decision
 from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._fp8._decide import Matmul as Fp8Matmul
@@ -21,7 +21,6 @@ from mpx.inspect._result import Result, Table, amount, percent, short_source, to
 
 # --- What amp and fp8 decided ---------------------------------------------------------
 
-_BY_USER = ("policy ", "scope ", "function ", "parameter ")
 _OPAQUE = (UNKNOWN, REASONS["pallas_call"])
 
 
@@ -75,8 +74,6 @@ def _kept(
         if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
             is_low = short_dtypes(x.after[:1]) == dtype
             is_kept = not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
-        if x.rule in PRESETS:
-            is_kept = not x.reason.startswith(_BY_USER)
         row = Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
         if is_opaque or is_kept:
             (opaque if is_opaque else kept).append(row)
