@@ -193,6 +193,7 @@ def test_state_of_a_module_is_no_parameter():
     assert (held(traced, "add"), held(traced, "sub")) == ([LOW], [F32])
 
 
+@pytest.mark.usefixtures("untyped")
 def test_params_must_name_an_argument():
     with pytest.raises(
         ValueError, match="`params` names `argument 3`, but the function"

@@ -164,6 +164,7 @@ class Progress(eqx.Module):
     inference: bool = False
 
 
+@pytest.mark.usefixtures("untyped")
 def test_changed_fields_of_modules_are_an_error_unless_you_choose(tmp_path):
     state = Progress(jnp.ones(2), step=500, best=0.25)
     save(tmp_path, state)

@@ -291,6 +291,7 @@ def test_call_that_looks_right_is_explained(call, error, match, untyped):
         call()
 
 
+@pytest.mark.usefixtures("untyped")
 def test_result_that_is_unpacked_as_a_pair_is_explained():
     result = take(loss)()
     with pytest.raises(

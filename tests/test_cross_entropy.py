@@ -627,6 +627,7 @@ def test_mesh_axes_may_be_explicit():
         ({"chunks": 0}, ValueError, "`chunks` must be at least 1, but 0"),
     ],
 )
+@pytest.mark.usefixtures("untyped")
 def test_arguments_that_do_not_fit(change, error, message):
     given = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **change}
     with pytest.raises(error, match=message):

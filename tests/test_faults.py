@@ -172,6 +172,7 @@ def test_step_with_a_fault_is_skipped(wrap, backward):
         ({"steps": 0}, "`steps` must be at least 1, but 0 was given"),
     ],
 )
+@pytest.mark.usefixtures("untyped")
 def test_fault_that_cannot_happen_is_refused(options, message):
     pattern = re.escape(message).replace(r"\.\*", ".*")
     with pytest.raises(ValueError, match=pattern):

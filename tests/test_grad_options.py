@@ -405,6 +405,7 @@ def test_traced_switch_is_refused():
         jax.jit(lambda flag: unchecked(False, flag))(True)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_wrong_policy_object_is_refused():
     unchecked = getattr(as_policy, "__wrapped__", as_policy)
     with pytest.raises(TypeError, match="`policy` must be an `mpx.Policy` or a string"):

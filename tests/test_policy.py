@@ -196,6 +196,7 @@ def test_storage_and_output_dtypes_cannot_be_left_open():
 
 
 @pytest.mark.parametrize("policy", [3, jnp.float16, ("p=f32",)])
+@pytest.mark.usefixtures("untyped")
 def test_error_tells_what_a_policy_can_be(policy):
     message = (
         '`policy` must be an `mpx.Policy` or a string such as "p=f32,c=bf16,o=f32", but '

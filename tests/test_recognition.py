@@ -294,6 +294,7 @@ def test_choice_of_the_user_is_respected(name):
     assert [x.primitive for x in report.kept].count("attention") == 1
 
 
+@pytest.mark.usefixtures("untyped")
 def test_unknown_choice_is_refused():
     with pytest.raises(ValueError, match='"fuse" or "keep", but it is \'always\''):
         mpx.amp(EINSUM, attention="always")  # pyright: ignore[reportCallIssue]

@@ -224,8 +224,11 @@ def repetitions(eqn: Equation) -> int:
     return eqn.params.get("length", 1) * math.prod(known)
 
 
-def matmul_sizes(eqn: Equation) -> tuple[int, tuple[int, int]]:
-    """Returns how many products each result adds up, and the sizes of the other axes."""
+def matmul_sizes(eqn: Equation) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+    """Returns how many products each result adds up, and the sizes of the other axes.
+
+    Sizes may be symbols.
+    """
     shapes = [var.aval.shape for var in eqn.invars[:2]]
     if eqn.primitive.name == "conv_general_dilated":
         kernel = list(shapes[1])
