@@ -19,7 +19,7 @@ import _measure as measure
 import mpx
 from _measure import number
 from _models import make_task
-from mpx.inspect._counting import BINS
+from mpx.inspect._exponents import BINS
 
 stats = mpx.inspect.exponent_stats
 WAYS = {"finite": mpx.all_finite, "stats": lambda grads: stats(grads).counts}

@@ -18,7 +18,7 @@ from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
-from mpx.inspect._run import NAN, SHARDS, Node, Recording, Ref, Run, Site, Value
+from mpx.inspect._run import NAN, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[Numbers]
 # Relative errors: the first in bits of a format's significand, the others as they are.
@@ -518,13 +518,9 @@ def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
         for out in range(len(node.stats)):
             if (index, out) not in wanted:
                 continue
-            left = where = wanted[index, out]
             parents = [ref for ref in node.parents if ref[0] >= 0]
             classes = [recording.stats(ref).classes for ref in parents]
-            if node.eqn is None:
-                hits, left = _parts(node, where, classes), where & (not parents)
-            else:
-                hits, left = _operands(node, out, where, classes)
+            hits, left = _operands(node, out, wanted[index, out], classes)
             for ref, hit in zip(parents, hits, strict=True):
                 want(ref, hit, index)
             if left.any():
@@ -563,7 +559,8 @@ def _operands(
     """Returns the numbers of operands that explain some, and those that none explains."""
     classes, hits, left = node.stats[out].classes, list[Numbers](), where
     assert classes is not None
-    keeps, here = node.primitive in _KEEPS_CLASS, np.unique(classes[where])
+    # What no equation has made is a part of another value, or stacked from some.
+    keeps, here = node.primitive in ("", *_KEEPS_CLASS), np.unique(classes[where])
     for theirs in operands:
         hit = _not_finite(theirs)
         if theirs is None:
@@ -577,18 +574,3 @@ def _operands(
             left = np.zeros_like(left) if hit.any() else left
         hits.append(hit)
     return hits, left
-
-
-def _parts(
-    node: Node, where: Numbers, parents: Sequence[Numbers | None]
-) -> list[Numbers]:
-    """Returns the numbers that a part of another value has, or that were stacked."""
-    hits = [_not_finite(theirs) for theirs in parents]
-    for i, hit in enumerate(hits):
-        if node.part is None and hit.shape == where[i].shape:
-            hits[i] = hit & where[i]
-        elif node.part not in (None, SHARDS) and hit.shape[1:] == where.shape:
-            some = np.zeros_like(hit)
-            some[node.part] = where
-            hits[i] = hit & some
-    return hits

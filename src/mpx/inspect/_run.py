@@ -33,7 +33,7 @@ from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import (
     Array,
     Axes,
-    as_operand,
+    Numbers,
     is_decision,
     join,
     low_format,
@@ -55,8 +55,6 @@ Lanes = tuple[Array, ...]
 Ref = tuple[int, int]
 """A value of a run: the number of the node that made it, and which result it is."""
 NO_REF: Ref = (-1, 0)
-SHARDS = -1
-"""Marks a value that was split into shards, or joined."""
 Site = tuple[str, bool]
 """The equations that one source line has made: the line, and whether it is backward."""
 
@@ -124,10 +122,8 @@ class Run:
         """Returns a constant in each lane."""
         return (widened(to_host(x)),)
 
-    def source(
-        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
-    ) -> Value:
-        """Returns a value stacked from others, or a part of one."""
+    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
+        """Returns a value that no equation has made: an input, a part, or a stack."""
         return Value(lanes)
 
     def lanes_part(
@@ -139,11 +135,9 @@ class Run:
         """Runs an equation without jaxprs inside, in the precision that its site has."""
         args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
         if self._constant is not None and eqn is self._constant[0]:
-            number, pairs = self._constant[1], zip(args, eqn.invars, strict=True)
-            args = [
-                np.float32(number) if isinstance(atom, Literal) else x
-                for x, atom in pairs
-            ]
+            number = np.float32(self._constant[1])
+            pairs = zip(args, eqn.invars, strict=True)
+            args = [number if isinstance(atom, Literal) else x for x, atom in pairs]
         is_low = low_format(eqn) is not None
         if is_low and (only_moves(eqn) or not self._low(site)):
             outs = run_in_f32(eqn, args, axes)
@@ -248,7 +242,7 @@ class Run:
         depth = len(around.axes)
         for step in range(length)[::order]:
             at = (slice(None),) * depth + (step,)
-            parts = [self._part(x, step, operator.getitem, at) for x in xs]
+            parts = [self._moved(x, operator.itemgetter(at)) for x in xs]
             inside = around.in_step(step, length)
             outs = self(eqn.params["jaxpr"], [*consts, *carry, *parts], inside)
             carry = outs[:n_carry]
@@ -261,35 +255,30 @@ class Run:
     def _stack(self, values: Values, var: Any, depth: int) -> Value:
         if not values:
             return self.source(self.lanes_of(np.zeros(var.aval.shape, var.aval.dtype)))
-        first, *others = zip(*(x.lanes for x in values), strict=True)
-        lanes = [_stacked(first, depth)]
-        for lane in others:
-            is_one = all(map(operator.is_, lane, first))
-            lanes.append(lanes[0] if is_one else _stacked(lane, depth))
-        return self.source(tuple(lanes), [x.ref for x in values])
+        is_numpy = isinstance(values[0].lanes[0], np.ndarray | np.generic)
+        stack = np.stack if is_numpy else jnp.stack  # of PRNG keys
+        lanes = _in_lanes(lambda *xs: stack(xs, depth), values)
+        return self.source(lanes, [x.ref for x in values])
 
     def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
         axes, params = mapped_axes(eqn), eqn.params
         pairs = zip(operands, params["in_specs"], strict=True)
-        inputs = [self._part(x, SHARDS, split, spec, axes) for x, spec in pairs]
+        inputs = [self._moved(x, lambda y, s=s: split(y, s, axes)) for x, s in pairs]
         outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
         pairs = zip(outs, params["out_specs"], strict=True)
-        return [self._part(x, SHARDS, join, spec, axes) for x, spec in pairs]
+        return [self._moved(x, lambda y, s=s: join(y, s, axes)) for x, s in pairs]
 
-    def _part(
-        self, x: Value, part: int, func: Callable[..., Array], *args: Any
-    ) -> Value:
-        """Applies a function to each lane; lanes that are one array stay one."""
-        first, *rest = x.lanes
-        result = func(first, *args)
-        lanes = (result, *(result if y is first else func(y, *args) for y in rest))
-        return self.source(lanes, [x.ref], part)._replace(name=x.name)
+    def _moved(self, x: Value, func: Callable[[Array], Array]) -> Value:
+        return self.source(_in_lanes(func, [x]), [x.ref])._replace(name=x.name)
 
 
-def _stacked(arrays: Sequence[Array], axis: int) -> Array:
-    """Stacks arrays; PRNG keys too."""
-    is_numpy = isinstance(arrays[0], np.ndarray | np.generic)
-    return np.stack(arrays, axis) if is_numpy else jnp.stack(arrays, axis)
+def _in_lanes(func: Callable[..., Array], values: Values) -> Lanes:
+    """Applies a function to each lane; lanes that are one array stay one."""
+    first, *others = zip(*(x.lanes for x in values), strict=True)
+    result = func(*first)
+    same = [all(map(operator.is_, lane, first)) for lane in others]
+    pairs = zip(others, same, strict=True)
+    return (result, *(result if is_same else func(*lane) for lane, is_same in pairs))
 
 
 # --- A recorded run -------------------------------------------------------------------
@@ -329,7 +318,6 @@ class Node:
     parents: tuple[Ref, ...]
     stats: list[Stats]  # of each result
     format: Format | None = None  # the coarsest below f32 that it uses
-    part: int | None = None  # of its parent; `None` if it is stacked from its parents
     written: tuple[float, ...] = ()  # operands that are numbers in the code
 
     @property
@@ -382,12 +370,9 @@ class Recording(Run):
         x = to_host(x)
         return x, widened(x)
 
-    def source(
-        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
-    ) -> Value:
+    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
         """Notes a value that no equation has made."""
-        stats = [_compare(*lanes)]
-        self.nodes.append(Node(None, Around(), (), tuple(parts), stats, part=part))
+        self.nodes.append(Node(None, Around(), (), tuple(parents), [_compare(*lanes)]))
         return Value(lanes, (len(self.nodes) - 1, 0))
 
     def input(self, x: Array, name: Name, is_param: bool) -> Value:
@@ -406,8 +391,7 @@ class Recording(Run):
         else:
             shadow = local = run_in_f32(eqn, wide, around.axes)
             if low is not None and not only_moves(eqn):
-                agree = _agree(eqn, own, wide)
-                local = outs if agree else run_as_written(eqn, wide, around.axes)
+                local = run_as_written(eqn, wide, around.axes)
         if low is not None:
             self.eps = max(self.eps, low.eps)
         if is_decision(eqn) and not around.axes:
@@ -417,6 +401,7 @@ class Recording(Run):
                 if not np.array_equal(shadow[0], free):
                     self.turned.add(len(self.nodes))
             self.decisions.append(np.asarray(shadow[0]))
+        written = [x.lanes[0] for x in operands if x.ref == NO_REF]
         node = Node(
             eqn,
             around,
@@ -424,7 +409,7 @@ class Recording(Run):
             parents=tuple(x.ref for x in operands),
             stats=[_compare(*x) for x in zip(outs, shadow, local, strict=True)],
             format=low,
-            written=tuple(_written(operands)),
+            written=tuple(float(x) for x in written if is_float(x) and not np.ndim(x)),
         )
         self.nodes.append(node)
         lanes, index = zip(outs, shadow, strict=True), len(self.nodes) - 1
@@ -464,28 +449,9 @@ class Recording(Run):
         return node.around.site(node.eqn)
 
 
-def _written(operands: Values) -> Iterator[float]:
-    for x in operands:
-        if x.ref == NO_REF and is_float(x.lanes[0]) and np.ndim(x.lanes[0]) == 0:
-            yield float(x.lanes[0])
-
-
-def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
-    """Returns whether the operands of program and shadow are the same when rounded."""
-    for x, y, atom in zip(own, wide, eqn.invars, strict=True):
-        if x is not y:
-            a, b = to_host(x), to_host(as_operand(y, atom.aval))
-            if not np.array_equal(a, b, equal_nan=is_float(a)):
-                return False
-    return True
-
-
 def _classes(x: np.ndarray) -> np.ndarray | None:
-    finite = np.isfinite(x)
-    if finite.all():
-        return None
-    kinds = np.where(np.isnan(x), NAN, np.where(x > 0, PLUS, MINUS))
-    return np.asarray(np.where(finite, 0, kinds), np.int8)
+    kinds = np.isnan(x) * NAN + np.isposinf(x) * PLUS + np.isneginf(x) * MINUS
+    return np.asarray(kinds, np.int8) if np.any(kinds) else None
 
 
 def _ends(x: np.ndarray) -> tuple[float, float]:
@@ -525,11 +491,7 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
     return stats
 
 
-def _relative_norm(
-    error: np.ndarray | np.generic, value: np.ndarray | np.generic
-) -> float:
+def _relative_norm(error: Numbers, value: Numbers) -> float:
     """Returns the 2-norm of an error relative to that of a value."""
-    size = float(np.linalg.norm(value.astype(np.float64)))
-    if size == 0:
-        return 0.0 if not np.any(error) else math.inf
-    return float(np.linalg.norm(error.astype(np.float64))) / size
+    size, off = (float(np.linalg.norm(x.astype(np.float64))) for x in (value, error))
+    return off / size if size else math.inf if off else 0.0
