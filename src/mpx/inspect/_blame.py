@@ -18,7 +18,7 @@ from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
-from mpx.inspect._run import NAN, Node, Recording, Ref, Run, Site, Value
+from mpx.inspect._run import NAN, Classes, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[Numbers]
 # Relative errors: the first in bits of a format's significand, the others as they are.
@@ -34,7 +34,6 @@ _UNSTABLE = 0.25
 EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too small
 _MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
-_CANCELS = names("add add_any sub reduce_sum cumsum")
 _SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
 _ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
 _DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
@@ -52,7 +51,7 @@ class Origin(NamedTuple):
 
     node: int
     out: int
-    where: Numbers  # which of its numbers
+    kinds: set[int]  # the classes of its numbers that reach the results
     constant: float | None = None  # infinite or nan, written into the equation
 
 
@@ -240,11 +239,8 @@ class Blame:
 
     def _shadow_has(self, origin: Origin) -> bool:
         """Returns whether the shadow is not finite there either."""
-        classes = self.nodes[origin.node].stats[origin.out].shadow_classes
-        if classes is None:
-            return False
-        where = origin.where if origin.where.shape == classes.shape else ...
-        return bool((classes[where] != 0).any())
+        stats = self.nodes[origin.node].stats[origin.out]
+        return bool(origin.kinds & _kinds(stats.shadow_classes))
 
     def _blamed(self, origin: Origin) -> Verdict:
         """Returns the verdict on what is to blame for an origin.
@@ -271,10 +267,10 @@ class Blame:
         if node.eqn is None:
             return "input"
         stats = node.stats[origin.out]
-        classes, in_shadow = stats.classes, stats.shadow_classes is not None
+        in_shadow = stats.shadow_classes is not None
         if not in_shadow and node.format and stats.largest > node.format.max:
             return "overflow"
-        if classes is not None and (classes[origin.where] == NAN).all():
+        if origin.kinds == {NAN}:
             return "nan"
         zero = any(x.zeros for x in self.recording.operands(node)) or 0 in node.written
         if node.primitive in _SINGULAR and (zero or not in_shadow):
@@ -290,8 +286,7 @@ class Blame:
         sizes = [x.largest for x in self.recording.operands(node)]
         is_small = worst.largest < max(sizes, default=0.0) / 8
         tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
-        is_known = worst.largest > tiny or math.isinf(worst.error)
-        if subtracts and is_small and is_known:
+        if subtracts and is_small and worst.largest > tiny:
             return "cancellation"
         if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
             return "underflow"
@@ -311,10 +306,7 @@ class Blame:
         """Returns the nearest operation before another whose own error is large."""
         before = self._through(index, lambda x: x.deviation > 0)
         for current, node in itertools.islice(before, 1, 400):
-            # One number that has lost its digits by cancellation suffices.
-            worst = max((x.worst for x in node.stats), default=0.0)
-            cancels = node.format and node.primitive in _CANCELS
-            if _is_wrong(node) or (cancels and worst > _threshold(node.format)):
+            if _is_wrong(node):
                 return self._first_of_chain(current)
         return None
 
@@ -411,9 +403,6 @@ class Blame:
         """Returns a verdict if some sites alone make a result wrong; "" for a sum."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
-        if not bad:  # or at least half of what several make wrong together
-            wrong = self._bad_results(self.errors)
-            bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
         worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
@@ -482,13 +471,6 @@ def _is_epsilon(node: Node) -> bool:
 
 # --- Origins of numbers that are not finite -------------------------------------------
 
-_ELEMENTWISE = names(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
-    "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
-    "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
-    "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh"
-)
 # Their results are numbers of their operands.
 _KEEPS_CLASS = SHAPE_ONLY.union(
     names(
@@ -498,42 +480,48 @@ _KEEPS_CLASS = SHAPE_ONLY.union(
 )
 
 
+def _kinds(classes: Classes) -> set[int]:
+    return set() if classes is None else set(classes.tolist())
+
+
 def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
     """Returns where the numbers of some results that are not finite come from.
 
-    Each is followed back through the operands that are not finite either, one by one where
-    the operation is element-wise. What does not reach the results, such as the minus
-    infinity of a mask that a softmax removes, is not found.
+    Each is followed back through the operands that are not finite either. What does not
+    reach the results, such as the minus infinity of a mask that a softmax removes, is not
+    found.
     """
-    wanted, readers, found = dict[Ref, Numbers](), dict[int, int](), list[Origin]()
+    wanted, readers, found = dict[Ref, set[int]](), dict[int, int](), list[Origin]()
 
-    def want(ref: Ref, where: Numbers, reader: int) -> None:
-        if where.any():
+    def want(ref: Ref, kinds: set[int], reader: int) -> None:
+        if kinds:
             readers.setdefault(ref[0], reader)
-            wanted[ref] = np.asarray(where | wanted.get(ref, False))
+            wanted.setdefault(ref, set()).update(kinds)
 
     for ref in starts:
-        want(ref, _not_finite(recording.stats(ref).classes), -1)
+        want(ref, _kinds(recording.stats(ref).classes), -1)
     for index, node in reversed(list(enumerate(recording.nodes))):
+        # What no equation has made is a part of another value, or stacked from some.
+        keeps = node.primitive in ("", *_KEEPS_CLASS)
         for out in range(len(node.stats)):
-            if (index, out) not in wanted:
-                continue
-            parents = [ref for ref in node.parents if ref[0] >= 0]
-            classes = [recording.stats(ref).classes for ref in parents]
-            hits, left = _operands(node, out, wanted[index, out], classes)
-            for ref, hit in zip(parents, hits, strict=True):
+            here, is_explained = wanted.get((index, out), set()), False
+            for ref in node.parents if here else ():
+                theirs = _kinds(recording.stats(ref).classes)
+                same = theirs & ({NAN} if NAN in here and not keeps else here)
+                hit = same if keeps or same else theirs
+                is_explained |= bool(hit)
                 want(ref, hit, index)
-            if left.any():
-                found.append(_origin(recording.nodes, readers, index, out, left))
+            if here and not is_explained:
+                found.append(_origin(recording.nodes, readers, index, out, here))
     return sorted(found, key=lambda x: x.node)
 
 
-def _not_finite(classes: Numbers | None) -> Numbers:
-    return np.zeros((), bool) if classes is None else np.asarray(classes != 0)
-
-
 def _origin(
-    nodes: Sequence[Node], readers: dict[int, int], index: int, out: int, where: Numbers
+    nodes: Sequence[Node],
+    readers: dict[int, int],
+    index: int,
+    out: int,
+    kinds: set[int],
 ) -> Origin:
     """Returns an origin; that of a constant is where it is first computed with."""
     constant, reader = None, index
@@ -547,30 +535,5 @@ def _origin(
             break
         reader = readers[reader]
     if constant is not None and reader >= 0:
-        classes = nodes[reader].stats[0].classes
-        where = np.ones((), bool) if classes is None else classes != 0
-        index, out = reader, 0
-    return Origin(index, out, where, constant)
-
-
-def _operands(
-    node: Node, out: int, where: Numbers, operands: Sequence[Numbers | None]
-) -> tuple[list[Numbers], Numbers]:
-    """Returns the numbers of operands that explain some, and those that none explains."""
-    classes, hits, left = node.stats[out].classes, list[Numbers](), where
-    assert classes is not None
-    # What no equation has made is a part of another value, or stacked from some.
-    keeps, here = node.primitive in ("", *_KEEPS_CLASS), np.unique(classes[where])
-    for theirs in operands:
-        hit = _not_finite(theirs)
-        if theirs is None:
-            pass
-        elif node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
-            hit = where & (theirs == classes if keeps else hit)
-            left = np.asarray(left & ~hit)
-        else:
-            same = theirs == NAN if NAN in here and not keeps else np.isin(theirs, here)
-            hit = same if keeps or same.any() else hit
-            left = np.zeros_like(left) if hit.any() else left
-        hits.append(hit)
-    return hits, left
+        index, out, kinds = reader, 0, _kinds(nodes[reader].stats[0].classes)
+    return Origin(index, out, kinds, constant)

@@ -8,7 +8,9 @@ compiled program serves all groups and formats.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +20,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
+from mpx._amp import amp
+from mpx._casting._select import search
 from mpx._jax._compat import (
     Literal,
     bind,
@@ -25,14 +29,17 @@ from mpx._jax._compat import (
     is_transposed,
     open_jaxpr,
     primitive_name,
+    source_frames,
 )
 from mpx._jax._formats import FORMATS
 from mpx._program import HANDLERS
+from mpx._program._flow import moved
 from mpx._program._interpreter import (
     Facts,
     Kind,
     Op,
     Outcome,
+    Scopes,
     Visitor,
     as_array,
 )
@@ -49,9 +56,126 @@ from mpx._program._queries import (
     has_body,
     names,
 )
+from mpx._wire._product import LINEAR
 from mpx.inspect._dtypes import HALF, is_f32, is_half
-from mpx.inspect._groups import Group, label_of, labelled
-from mpx.inspect._program import gradient
+from mpx.inspect._program import Name, Program, gradient, program
+
+# --- Groups of operations that a policy can keep in f32 -------------------------------
+
+
+class Group(NamedTuple):
+    """Operations that a policy treats alike."""
+
+    param: str  # of which they are the matmuls; "" for other operations
+    scope: str  # joined by `/`
+    functions: tuple[str, ...]  # that wrote them, innermost first
+
+    @property
+    def label(self) -> str:
+        """The name by which readers know it: the parameter, else scope, else function."""
+        own = getattr(self.param, "path", "") or self.param or self.scope
+        return own or next(iter(self.functions), "other")
+
+    @property
+    def selector(self) -> "Keep":
+        """What keeps these operations in f32, with as few others as possible."""
+        if self.param or self.scope:
+            return Keep("keep", f"^{re.escape(self.label)}$")
+        return Keep("functions", f"{re.escape(self.label)}$")
+
+
+class Keep(NamedTuple):
+    """A selector of `amp`: an expression for `keep`, or for `AmpRules.functions`."""
+
+    kind: str
+    pattern: str
+
+    def selects(self, group: Group) -> bool:
+        """Returns whether the operations of a group run in f32."""
+        if self.kind == "functions":
+            return any(search(self.pattern, name) for name in group.functions)
+        if group.param and search(self.pattern, group.param):
+            return True
+        paths = itertools.accumulate(group.scope.split("/"), "{}/{}".format)
+        return bool(group.scope) and any(search(self.pattern, x) for x in paths)
+
+
+_LABEL = re.compile(r"^mpx-group-(\d+)(-input)?$")
+
+
+def label_of(scopes: Scopes) -> tuple[int | None, bool]:
+    """Returns the group of an equation, if known, and whether it casts an operand for it."""
+    found = next(filter(None, map(_LABEL.match, reversed(scopes))), None)
+    return (int(found[1]), found[2] is not None) if found else (None, False)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Labels(Visitor):
+    """Runs each equation in a scope that names its group, also in the backward pass."""
+
+    groups: dict[Group, int] = dataclasses.field(default_factory=dict)
+    _around: tuple[str, ...] = ()
+
+    def equation(self, op: Op) -> Outcome:
+        name = primitive_name(op.eqn)
+        if name in HANDLERS:
+            return HANDLERS[name](self, op)
+        number = self.groups.setdefault(self._group(op), len(self.groups))
+        # A cast to 16 bits belongs to the operation that reads it if `amp` gave both the
+        # same source; it also casts what a chain has computed.
+        trace, suffix = op.eqn.source_info.traceback, ""
+        if name == "convert_element_type":
+            found = self.frame.readers.get(op.eqn.outvars[0], ())
+            is_input = any(eqn.source_info.traceback is trace for eqn, _ in found)
+            suffix = "-input" if is_input else ""
+        with jax.named_scope(f"mpx-group-{number}{suffix}"):
+            outs = eval_equation(op.eqn, op.values)
+        return outs, [moved(op.eqn, op.facts)] * len(outs)
+
+    def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
+        return None if kind == "carry" else fact
+
+    def _group(self, op: Op) -> Group:
+        is_matmul = primitive_name(op.eqn) in (*MATMULS, LINEAR)
+        param = next(filter(None, op.facts), "") if is_matmul else ""
+        # A scope inside itself counts once.
+        path = "/".join(name for name, _ in itertools.groupby(op.scopes))
+        return Group(param, path, _functions(op.eqn, self._around))
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
+        before = self._around
+        self._around = _functions(eqn, before)
+        try:
+            yield
+        finally:
+            self._around = before
+
+    def cache_key(self, more: PyTree) -> tuple[str, ...]:
+        return self._around
+
+
+def _functions(eqn: Equation, around: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the functions that wrote an equation, then those of the calls around it."""
+    own = (name for name, _, _ in source_frames(eqn))
+    return tuple(dict.fromkeys((*own, *around)))
+
+
+def labelled(
+    func: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Program, list[Group]]:
+    """Traces a function as `amp` runs it, with the group of each operation in its scopes."""
+    # In place of fused attention its equations, so that its parts are judged.
+    forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
+    visitor = _Labels()
+    body, consts = open_jaxpr(forward.jaxpr)
+
+    def run(*arrays: Array) -> list[Array]:
+        return visitor.run(body, consts, arrays, forward.known, ())[0]
+
+    jaxpr = jax.make_jaxpr(run)(*forward.arrays)
+    return forward._replace(jaxpr=jaxpr), list(visitor.groups)
+
 
 # --- Rounding to a format that is an argument -----------------------------------------
 
@@ -59,9 +183,9 @@ _F32 = (0.0, 1.0, math.inf)
 
 
 def _format(name: str, scale: float | None = 1.0) -> tuple[float, float, float]:
-    """Returns a format for `rounded`: spread, smallest normal number, and limit.
+    """Returns spread, smallest normal number and limit of a format, for numbers times `scale`.
 
-    The format holds numbers times `scale`; with `None` it has the exponents of bf16.
+    With `None` it has the exponents of bf16.
     """
     form = FORMATS[name]
     spread = 1.5 * 2.0 ** (23 - form.mantissa)
@@ -128,8 +252,8 @@ _EXACT = MOVES.union(
 class Fact(NamedTuple):
     """What is known of a value."""
 
-    # The groups of the matmuls whose results it is computed from: if one of them runs in
-    # f32, so does what follows up to the next matmul
+    # The groups of the matmuls from which it is computed: if one of them runs in f32, so
+    # does what follows up to the next matmul
     sources: tuple[int, ...] = ()
     is_pending: bool = False  # cast to 16 bits for whoever reads it
     is_cotangent: bool = False  # part of the backward pass
@@ -394,12 +518,9 @@ class Emulation:
 @jax.jit
 def _squares(grads: list[Array], exact: list[Array]) -> list[Array]:
     """Returns for each gradient the squared norms of its change, of it and of the exact."""
-
-    def square(x: Array) -> Array:
-        return jnp.sum(jnp.square(x.astype(np.float32)))
-
-    pairs = zip(grads, exact, strict=True)
-    return [jnp.stack([square(x - y), square(x), square(y)]) for x, y in pairs]
+    rows = [(x - y, x, y) for x, y in zip(grads, exact, strict=True)]
+    wide = [[x.astype(np.float32) for x in row] for row in rows]
+    return [jnp.stack([jnp.sum(jnp.square(x)) for x in row]) for row in wide]
 
 
 def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:

@@ -106,8 +106,7 @@ def program(
 ) -> Program:
     """Traces a call of a function, of any framework, under any transformation of mpx.
 
-    Arrays may be given as `jax.ShapeDtypeStruct`. Others may be traced in their place:
-    `shapes`, in the order of `Program.arrays`.
+    `shapes` are traced in place of the arrays, in the order of `Program.arrays`.
     """
     _check_names(func, kwargs)
     # A module under `amp` or `fp8` is an argument of the program, too.
@@ -132,10 +131,11 @@ def program(
     chosen = {name.argument for name, is_param in found if is_param} - states
     if "" in chosen:
         chosen = {""}
-    is_param = [x and name.argument in chosen for name, x in found]
-    if not chosen:
-        first = next((x for x in named if x not in states), None)
-        is_param = [name.argument == first for name, _ in found]
+    first = next((x for x in named if x not in states), None)
+    is_param = [
+        is_param and name.argument in chosen if chosen else name.argument == first
+        for name, is_param in found
+    ]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
 
@@ -146,17 +146,15 @@ def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None
         known = inspect.signature(func).parameters
     except (TypeError, ValueError):  # some builtins have none
         return
-    if any(x.kind is x.VAR_KEYWORD for x in known.values()):
-        return
-    for name in kwargs:
-        if name not in known:
-            what = getattr(func, "__name__", type(func).__name__)
-            raise TypeError(
-                f"`{what}` takes no argument `{name}`; what an inspection does not know is "
-                f"passed on to the function. It has {', '.join(known) or 'no arguments'}. "
-                "Apply a policy first: `mpx.amp(fn, ...)`, `mpx.fp8(fn)`, or a cast by "
-                "`mpx.Policy` inside the function."
-            )
+    unknown = next((name for name in kwargs if name not in known), None)
+    if unknown and not any(x.kind is x.VAR_KEYWORD for x in known.values()):
+        what = getattr(func, "__name__", type(func).__name__)
+        raise TypeError(
+            f"`{what}` takes no argument `{unknown}`; what an inspection does not know is "
+            f"passed on to the function. It has {', '.join(known) or 'no arguments'}. "
+            "Apply a policy first: `mpx.amp(fn, ...)`, `mpx.fp8(fn)`, or a cast by "
+            "`mpx.Policy` inside the function."
+        )
 
 
 def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]:

@@ -49,7 +49,9 @@ from mpx.inspect._equations import (
 from mpx.inspect._program import Name
 
 NAN, PLUS, MINUS = 1, 2, 3
-"""Classes of numbers that are not finite; 0 stands for a finite one."""
+"""Classes of numbers that are not finite."""
+Classes = np.ndarray | None
+"""Those among some numbers; `None` if all are finite."""
 Lanes = tuple[Array, ...]
 """A value in f32; in a recording, that of the program and that of its shadow."""
 Ref = tuple[int, int]
@@ -294,8 +296,8 @@ class Stats:
     not finite that is finite in the shadow.
     """
 
-    classes: np.ndarray | None = None  # of the program's numbers; `None`: all finite
-    shadow_classes: np.ndarray | None = None
+    classes: Classes = None  # of the program's numbers
+    shadow_classes: Classes = None
     shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
     own: tuple[float, float] = _NONE
     largest: float = 0.0  # magnitude in the shadow that is finite
@@ -303,7 +305,6 @@ class Stats:
     zeros: bool = False  # whether the program has one
     deviation: float = 0.0  # of the program from the shadow
     error: float = 0.0  # of the local result
-    worst: float = 0.0  # local error of a number, relative to that number
     flushed: float = 0.0  # share of nonzero numbers that are zero in the local result
     local_is_finite: bool = True  # where the shadow is
 
@@ -449,9 +450,12 @@ class Recording(Run):
         return node.around.site(node.eqn)
 
 
-def _classes(x: np.ndarray) -> np.ndarray | None:
-    kinds = np.isnan(x) * NAN + np.isposinf(x) * PLUS + np.isneginf(x) * MINUS
-    return np.asarray(kinds, np.int8) if np.any(kinds) else None
+def _classes(x: Numbers) -> Classes:
+    has = np.isnan(x).any(), np.isposinf(x).any(), np.isneginf(x).any()
+    found = [
+        kind for kind, is_there in zip((NAN, PLUS, MINUS), has, strict=True) if is_there
+    ]
+    return np.array(found) if found else None
 
 
 def _ends(x: np.ndarray) -> tuple[float, float]:
@@ -484,9 +488,7 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
         if not stats.local_is_finite:
             stats.error = math.inf
         if nonzero.any():
-            magnitudes = np.abs(s[nonzero])
-            stats.smallest = float(magnitudes.min())
-            stats.worst = float((np.abs(error[nonzero]) / magnitudes).max())
+            stats.smallest = float(np.abs(s[nonzero]).min())
             stats.flushed = float(np.mean(t[nonzero] == 0))
     return stats
 
