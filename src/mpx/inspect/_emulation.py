@@ -57,7 +57,8 @@ from mpx._program._queries import (
     names,
 )
 from mpx._wire._product import LINEAR
-from mpx.inspect._dtypes import HALF, is_f32, is_half
+from mpx.inspect._dtypes import is_f32, is_half
+from mpx.inspect._equations import f32_params
 from mpx.inspect._program import Name, Program, gradient, program
 
 # --- Groups of operations that a policy can keep in f32 -------------------------------
@@ -403,14 +404,7 @@ class _Rounding(Visitor):
 
 def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     """Runs an equation with f32 in place of 16 bits."""
-    changes: dict[str, object] = {
-        key: np.dtype(np.float32)
-        for key, value in eqn.params.items()
-        if isinstance(value, np.dtype) and str(value) in HALF
-    }
-    if primitive_name(eqn) in MATMULS:
-        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
-    return bind(eqn, [as_array(x) for x in values], **changes)
+    return bind(eqn, [as_array(x) for x in values], **f32_params(eqn, is_half))
 
 
 def _is_cotangent(op: Op) -> bool:

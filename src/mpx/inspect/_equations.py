@@ -6,7 +6,7 @@ results of its shadow; only sums in fewer than 32 bits are left to XLA.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -138,21 +138,24 @@ def _wide(eqn: Equation, args: Sequence[Array], axes: Axes) -> list[Array]:
         return list(args)
     if not axes and (part := _sliced(eqn, args)) is not None:
         return [part]
-    changes: dict[str, Any] = {
-        key: F32
-        for key in ("preferred_element_type", "new_dtype", "dtype", "out_dtype")
-        if eqn.params.get(key) is not None
-        and is_low(jax.ShapeDtypeStruct((), eqn.params[key]))
-    }
-    if name in MATMULS and "precision" in eqn.params:
-        changes["precision"] = lax.Precision.HIGHEST
     try:
-        return [widened(x) for x in _bind(eqn, args, axes, **changes)]
+        return [widened(x) for x in _bind(eqn, args, axes, **f32_params(eqn))]
     except (TypeError, ValueError, NotImplementedError):
         # A primitive of someone else that takes only the dtypes it was traced with.
         pairs = zip(args, eqn.invars, strict=True)
         operands = [as_operand(x, atom.aval) for x, atom in pairs]
         return [widened(x) for x in _bind(eqn, operands, axes)]
+
+
+def f32_params(
+    eqn: Equation, is_narrow: Callable[[object], bool] = is_low
+) -> dict[str, Any]:
+    """Returns the parameters that change for an equation to compute in f32."""
+    found = {k: x for k, x in eqn.params.items() if isinstance(x, np.dtype)}
+    changes = {k: F32 for k, x in found.items() if is_narrow(np.empty((), x))}
+    if primitive_name(eqn) in MATMULS and "precision" in eqn.params:
+        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
+    return changes
 
 
 def _sliced(eqn: Equation, args: Sequence[Array]) -> Array | None:
