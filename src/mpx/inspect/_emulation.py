@@ -198,11 +198,9 @@ def _format(name: str, scale: float | None = 1.0) -> tuple[float, float, float]:
 
 @functools.partial(jax.jit, static_argnames="is_scaled")
 def rounded(x: Array, form: Array, *, is_scaled: bool = False) -> Array:
-    """Rounds f32 numbers to a format of `_format`.
+    """Rounds f32 numbers to a format of `_format`, or with a scale as `CurrentScaling` does.
 
-    Numbers from its limit on are nan: a function that saturates would hide an infinity. An
-    array that is scaled has one scale, the smallest power of two with which all its numbers
-    fit, as in `mpx.recipes.CurrentScaling`.
+    Numbers from its limit on are nan: a function that saturates would hide an infinity.
     """
     spread, tiny, limit = form[0], form[1], form[2]
     if is_scaled:
@@ -235,9 +233,9 @@ _KERNELS = (
     *ATTENTION,
     *CROSS_ENTROPY,
     GROUPED,
+    *names("dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call"),
     *names(
-        "dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call ffi_call "
-        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper ffi_call"
     ),
 )
 # The results can be represented where the operands can.
@@ -413,11 +411,8 @@ def _is_cotangent(op: Op) -> bool:
 
 
 def _sources(op: Op) -> tuple[int, ...]:
-    """Returns the matmuls that make an operation run in 16 bits.
-
-    In the backward pass it does if its forward operation did. An operand that was cast for
-    it is no reason.
-    """
+    """Returns the matmuls that make an operation, or its forward one, run in 16 bits."""
+    # An operand that was cast for it is no reason.
     known = [fact for fact in op.facts if fact.sources and not fact.is_pending]
     forward = [fact for fact in known if not fact.is_cotangent]
     return tuple(sorted({x for fact in forward or known for x in fact.sources}))

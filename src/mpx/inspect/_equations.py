@@ -98,8 +98,7 @@ def run_as_written(
 ) -> list[Array]:
     """Runs an equation on arrays, cast to its own dtypes.
 
-    `in_turn` rounds a sum in low precision after each term. XLA does that or not, depending
-    on the shape and on what it fuses the sum with.
+    `in_turn` rounds a sum in low precision after each term, as XLA does in some fusions.
     """
     name, pairs = primitive_name(eqn), zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
@@ -218,10 +217,9 @@ def only_moves(eqn: Equation) -> bool:
 
 # --- Comparisons of nearly equal numbers ----------------------------------------------
 #
-# A rectifier passes a number or not, a maximum is one of two almost equal numbers: each
-# rounding turns over a few such decisions, and each changes the gradient by much more than
-# the rounding. The shadow decides such ties as the program does, and so do the runs that
-# are compared with the shadow.
+# Each rounding turns over a few decisions, as of a rectifier, and each of them changes the
+# gradient by much more than the rounding. The shadow decides such ties as the program does,
+# and so do the runs that are compared with the shadow.
 
 
 def is_decision(eqn: Equation) -> bool:
@@ -232,21 +230,14 @@ def is_decision(eqn: Equation) -> bool:
 def settled(
     args: Sequence[Array], own: Array, other: np.ndarray, eps: float
 ) -> np.ndarray:
-    """Returns a decision, with that of another run where the numbers are nearly equal.
-
-    `eps` is the distance of numbers in the coarsest format of the program.
-    """
+    """Returns a decision, with that of another run where the numbers are nearly equal."""
     x, y = (np.asarray(to_host(x)).astype(np.float32) for x in args)
     if all(np.array_equal(z, np.round(z)) for z in (x, y)):
         return np.asarray(own)  # they are counted or masks, and exact
+    sizes = [z[np.isfinite(z)].astype(np.float64) for z in (x, y)]  # root mean squares
+    margin = _ROUNDINGS * eps * sum(np.sqrt(np.mean(z**2)) for z in sizes if z.size)
     with np.errstate(all="ignore"):
-        margin = _ROUNDINGS * eps * (_root_mean_square(x) + _root_mean_square(y))
         return np.where(np.abs(x - y) <= margin, other, own)
-
-
-def _root_mean_square(x: Numbers) -> float:
-    x = x[np.isfinite(x)].astype(np.float64)
-    return float(np.sqrt(np.mean(x**2))) if x.size else 0.0
 
 
 # --- Shards ---------------------------------------------------------------------------

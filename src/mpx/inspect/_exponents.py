@@ -179,11 +179,7 @@ class ExponentStats(Result):
     dtypes: tuple[str, ...]
 
     def __add__(self, other: "ExponentStats") -> "ExponentStats":
-        """Returns the statistics of the values of both.
-
-        Raises:
-            ValueError: If they are those of different leaves.
-        """
+        """Returns the statistics of the values of both; their leaves must be the same."""
         if not isinstance(other, ExponentStats):
             return NotImplemented
         if self.names != other.names:
@@ -192,11 +188,8 @@ class ExponentStats(Result):
                 "Statistics of different trees cannot be merged: only one of them has "
                 f"{', '.join(f'`{name}`' for name in different[:3])}."
             )
-        return dataclasses.replace(
-            self,
-            counts=carried(self.counts + other.counts),
-            squares=self.squares + other.squares,
-        )
+        counts, squares = self.counts + other.counts, self.squares + other.squares
+        return dataclasses.replace(self, counts=carried(counts), squares=squares)
 
     def all_finite(self) -> Bool[Array, "*batch"]:
         """Returns whether no value is infinite or nan, without another pass over them."""
@@ -238,10 +231,7 @@ class ExponentStats(Result):
 
     @property
     def norms(self) -> np.ndarray:
-        """The Euclidean norm of each leaf, by squares in f32.
-
-        Values below 1e-19 do not enter, since their squares are zero in f32.
-        """
+        """The Euclidean norm of each leaf, by squares in f32: 0 for values below 1e-19."""
         squares = np.asarray(jax.device_get(self.squares), np.float64)
         return np.sqrt(squares.sum(tuple(range(squares.ndim - 1))))
 
@@ -290,11 +280,7 @@ class ExponentStats(Result):
         }
 
     def tables(self, *, scale: float = 1.0) -> Sequence[Table]:
-        """Returns one row for each leaf, with its histogram as bars.
-
-        Args:
-            scale: The loss scale at which the shares are computed.
-        """
+        """Returns one row for each leaf, with the shares at a loss scale."""
         if not self.names:
             return [Table.text("No floating leaf.")]
         ranges, best = self.ranges(), self.best_scale()
@@ -340,8 +326,7 @@ def _at(scale: float) -> str:
 def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
     """Returns the share of the numbers above or below `2**position`, by leaf.
 
-    Numbers are evenly spread within a bin. The first and the last bin are open: what is
-    not known of them counts neither as too small nor, `upwards`, as too large.
+    Numbers are evenly spread within a bin; what is not known of the open ones is no loss.
     """
     numbers, exponents = counts[:, BELOW:INF], np.arange(LOWEST, HIGHEST + 1)
     within = 2.0 ** np.clip(position - exponents, 0, 1) - 1
@@ -397,12 +382,7 @@ def exponent_stats(tree: PyTree, *, axis_name: AxisName | None = None) -> Expone
 # --- Pictures -------------------------------------------------------------------------
 
 
-def plot_exponents(
-    stats: ExponentStats,
-    *,
-    scale: float = 1.0,
-    title: str = "",
-) -> Any:
+def plot_exponents(stats: ExponentStats, *, scale: float = 1.0, title: str = "") -> Any:
     """Draws the histograms, and above them what each format can represent.
 
     A bar spans the normal numbers of a format and its thin end the subnormal ones. At a

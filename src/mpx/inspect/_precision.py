@@ -141,13 +141,9 @@ class _Cause(NamedTuple):
 
 
 def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
-    """Returns why values of a program are f32, by the `id` of equations.
-
-    The first table says why the operands of an equation are, if one is. The second holds
-    the equations that make f32 from a 16-bit operand and one that is f32, and what that is.
-    """
-    operands: dict[int, str] = {}
-    promoted: dict[int, str] = {}
+    """Returns why values of a program are f32, by the `id` of equations."""
+    operands: dict[int, str] = {}  # why an operand is f32
+    promoted: dict[int, str] = {}  # what makes f32 from a 16-bit operand
 
     def rule(name: str, eqn: Equation, labels: list[_Cause | None]) -> _Cause | None:
         known = [

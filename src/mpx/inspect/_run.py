@@ -82,7 +82,6 @@ class Around(NamedTuple):
     axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
 
     def in_step(self, step: int, length: int = 0) -> "Around":
-        """Returns what is around the body of a loop in one of its steps."""
         return self._replace(steps=(*self.steps, (step, length)))
 
     def site(self, eqn: Equation) -> Site:
@@ -94,11 +93,9 @@ class Around(NamedTuple):
 class Run:
     """Runs a program in f32, with the equations of some sites in their own precision.
 
-    A run goes through each step of a loop and takes one branch, and notes that in `choices`.
     With a recording, the run takes its branches, its steps and its decisions between nearly
     equal numbers, except at the site `free`. In the equation of `constant` the number takes
-    the place of those that are written in it. A `while` loop is left after `most_steps`;
-    `is_cut` tells that one was.
+    the place of those that are written in it.
     """
 
     def __init__(
@@ -115,8 +112,8 @@ class Run:
         self._recording, self._free, self._constant = recording, free, constant
         self._given = None if recording is None else iter(recording.choices)
         self._decisions = iter(() if recording is None else recording.decisions)
-        self.choices: list[int] = []
-        self.is_cut = False
+        self.choices: list[int] = []  # the branches and steps that were taken
+        self.is_cut = False  # whether a loop was left after `most_steps`
         self._ends: dict[int, list[list[Any]]] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
 
@@ -305,7 +302,6 @@ class Stats:
     zeros: bool = False  # whether the program has one
     deviation: float = 0.0  # of the program from the shadow
     error: float = 0.0  # of the local result
-    flushed: float = 0.0  # share of nonzero numbers that are zero in the local result
     local_is_finite: bool = True  # where the shadow is
 
 
@@ -338,11 +334,7 @@ class Node:
 
 
 class Recording(Run):
-    """Runs a program in its own precision and in f32, and measures each result.
-
-    `endless` has a row for each loop that ends in f32 but not in its own precision: the node
-    that compares, the steps in f32, and those that were not enough.
-    """
+    """Runs a program in its own precision and in f32, and measures each result."""
 
     def __init__(self) -> None:
         super().__init__(most_steps=math.inf)
@@ -350,6 +342,8 @@ class Recording(Run):
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
         self.eps = 0.0  # of the coarsest format met so far
         self.turned: set[int] = set()  # nodes that compare with another result in f32
+        # Loops that end in f32 only: the node that compares, the steps in f32, and those
+        # that were not enough
         self.endless: list[tuple[int, int, int]] = []
 
     def lanes_part(
@@ -393,8 +387,7 @@ class Recording(Run):
             shadow = local = run_in_f32(eqn, wide, around.axes)
             if low is not None and not only_moves(eqn):
                 local = run_as_written(eqn, wide, around.axes)
-        if low is not None:
-            self.eps = max(self.eps, low.eps)
+        self.eps = max(self.eps, low.eps if low else 0.0)
         if is_decision(eqn) and not around.axes:
             if shadow is not outs:
                 free = shadow[0]
@@ -427,10 +420,7 @@ class Recording(Run):
     def before(
         self, starts: Iterable[int], passes: Callable[[Node], bool] = lambda _: True
     ) -> Iterator[int]:
-        """Yields nodes and what they are made from, the latest first.
-
-        What a node is made from is looked at only if `passes` says so.
-        """
+        """Yields nodes and what those that pass are made from, the latest first."""
         queue, seen = [-start for start in starts], set[int]()
         heapq.heapify(queue)
         while queue:
@@ -451,10 +441,8 @@ class Recording(Run):
 
 
 def _classes(x: Numbers) -> Classes:
-    has = np.isnan(x).any(), np.isposinf(x).any(), np.isneginf(x).any()
-    found = [
-        kind for kind, is_there in zip((NAN, PLUS, MINUS), has, strict=True) if is_there
-    ]
+    tests = (np.isnan, NAN), (np.isposinf, PLUS), (np.isneginf, MINUS)
+    found = [kind for test, kind in tests if test(x).any()]
     return np.array(found) if found else None
 
 
@@ -489,7 +477,6 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
             stats.error = math.inf
         if nonzero.any():
             stats.smallest = float(np.abs(s[nonzero]).min())
-            stats.flushed = float(np.mean(t[nonzero] == 0))
     return stats
 
 

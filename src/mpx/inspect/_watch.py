@@ -204,12 +204,18 @@ class RunSummary(Result):
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
             unknown = "(not known, or the loss or a state)"
-            rows = [
-                [str(x.step), f"{x.loss_scale:g}", x.leaf or unknown]
-                + [str(count) for count in (x.infs, x.nans, x.leaves)]
+            cells = [
+                (
+                    x.step,
+                    f"{x.loss_scale:g}",
+                    x.leaf or unknown,
+                    x.infs,
+                    x.nans,
+                    x.leaves,
+                )
                 for x in self.skips[-10:]
             ]
-            title = "The last skipped steps"
+            rows, title = [list(map(str, x)) for x in cells], "The last skipped steps"
             tables.append(Table(head, rows, title, frozenset({0, 1, 3, 4, 5})))
         return tables
 
@@ -271,11 +277,7 @@ class Watch:
     observe = staticmethod(observe)
 
     def __init__(
-        self,
-        writer: object = None,
-        *,
-        every: int = 50,
-        stalled_after: int = 100,
+        self, writer: object = None, *, every: int = 50, stalled_after: int = 100
     ) -> None:
         self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
@@ -312,8 +314,7 @@ class Watch:
     def flush(self) -> None:
         """Fetches what has been recorded, and waits for it.
 
-        Raises:
-            Exception: What a writer raised first. Everything has been recorded then.
+        Raises what a writer raised first; everything has been recorded then.
         """
         pending, self._pending = self._pending, []
         self._fetch(pending)
@@ -356,9 +357,8 @@ class Watch:
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
         self._latest |= numbers
         self._steps += 1
-        if finite:
-            self._idle = 0
-        else:
+        self._idle = 0 if finite else self._idle + 1
+        if not finite:
             self._note_skip(_skip_of(step, seen, scale))
         self._note_stuck(step)
         return numbers
@@ -373,7 +373,6 @@ class Watch:
 
     def _note_skip(self, skip: Skip) -> None:
         """Notes a step that was not taken, and a run that stands still."""
-        self._idle += 1
         self._skipped += 1
         self.skips = [*self.skips[-999:], skip]
         if self._idle != self._stalled_after:
@@ -401,13 +400,8 @@ class Watch:
     def summary(self) -> RunSummary:
         """Returns what has been seen so far; waits for the steps that were recorded."""
         self.flush()
-        return RunSummary(
-            steps=self._steps,
-            skipped=self._skipped,
-            skips=tuple(self.skips),
-            numbers=dict(self._latest),
-            notes=tuple(self.notes.values()),
-        )
+        skips, notes = tuple(self.skips), tuple(self.notes.values())
+        return RunSummary(self._steps, self._skipped, skips, dict(self._latest), notes)
 
 
 def _group(name: str) -> str:
