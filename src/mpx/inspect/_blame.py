@@ -16,7 +16,7 @@ import numpy as np
 from mpx._jax._formats import FORMATS, Format
 from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
-from mpx.inspect._equations import Numbers, only_moves, to_host, widened
+from mpx.inspect._equations import PICKS, Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
 from mpx.inspect._run import NAN, Classes, Node, Recording, Ref, Run, Site, Value
 
@@ -431,14 +431,6 @@ def _is_wrong(node: Node) -> bool:
 
 # --- Origins of numbers that are not finite -------------------------------------------
 
-# Their results are numbers of their operands.
-_KEEPS_CLASS = SHAPE_ONLY.union(
-    names(
-        "convert_element_type select_n max min reduce_max reduce_min concatenate gather "
-        "dynamic_slice pad stop_gradient clamp cummax cummin argmax argmin"
-    )
-)
-
 
 def _kinds(classes: Classes) -> set[int]:
     return set() if classes is None else set(classes.tolist())
@@ -461,7 +453,7 @@ def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
         want(ref, _kinds(recording.stats(ref).classes), -1)
     for index, node in reversed(list(enumerate(recording.nodes))):
         # What no equation has made is a part of another value, or stacked from some.
-        keeps = node.primitive in ("", *_KEEPS_CLASS)
+        keeps = node.primitive in ("", "convert_element_type", *PICKS)
         for out in range(len(node.stats)):
             here, is_explained = wanted.get((index, out), set()), False
             for ref in node.parents if here else ():

@@ -58,8 +58,8 @@ from mpx._program._queries import (
 )
 from mpx._wire._product import LINEAR
 from mpx.inspect._dtypes import is_f32, is_half
-from mpx.inspect._equations import f32_params
-from mpx.inspect._program import Name, Program, gradient, program
+from mpx.inspect._equations import PICKS, f32_params
+from mpx.inspect._program import Name, gradient, program
 
 # --- Groups of operations that a policy can keep in f32 -------------------------------
 
@@ -162,22 +162,6 @@ def _functions(eqn: Equation, around: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*own, *around)))
 
 
-def labelled(
-    func: Callable[..., object], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[Program, list[Group]]:
-    """Traces a function as `amp` runs it, with the group of each operation in its scopes."""
-    # In place of fused attention its equations, so that its parts are judged.
-    forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
-    visitor = _Labels()
-    body, consts = open_jaxpr(forward.jaxpr)
-
-    def run(*arrays: Array) -> list[Array]:
-        return visitor.run(body, consts, arrays, forward.known, ())[0]
-
-    jaxpr = jax.make_jaxpr(run)(*forward.arrays)
-    return forward._replace(jaxpr=jaxpr), list(visitor.groups)
-
-
 # --- Rounding to a format that is an argument -----------------------------------------
 
 _F32 = (0.0, 1.0, math.inf)
@@ -239,13 +223,7 @@ _KERNELS = (
     ),
 )
 # The results can be represented where the operands can.
-_EXACT = MOVES.union(
-    names(
-        "gather max min neg abs sign select_n concatenate pad clamp reduce_max reduce_min "
-        "stop_gradient sort dynamic_update_slice split rev reduce_window_max cummax cummin "
-        "select_and_gather_add unstack"
-    )
-)
+_EXACT = PICKS.union(MOVES, names("neg abs sign"))
 
 
 class Fact(NamedTuple):
@@ -274,10 +252,8 @@ class _Rounding(Visitor):
     unknown: ClassVar[Fact] = Fact()
     narrow_carry: bool = True  # held in f32, whatever it was
 
-    groups: Sequence[Group]  # a label of an equation is a position among them
+    emulation: "Emulation"
     table: Array  # the formats, one row for each key
-    rows: dict[Key, int]
-    opaque: set[str]  # operations that were run as they are written
     with_fp8: bool  # whether operands of matmuls with a parameter may be quantised
 
     def equation(self, op: Op) -> Outcome:
@@ -309,7 +285,7 @@ class _Rounding(Visitor):
         """Runs an equation at its own dtypes, on f32 values."""
         inner = equations_inside(op.eqn)
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
-            self.opaque.add(primitive_name(op.eqn))
+            self.emulation.opaque.add(primitive_name(op.eqn))
         cast = [
             x.astype(var.aval.dtype) if is_half(var.aval) else x
             for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
@@ -350,7 +326,12 @@ class _Rounding(Visitor):
             key = Key(group, sources, fact.is_cotangent)
             if is_matmul or fact.is_pending:
                 values[i] = self._round(values[i], key)
-            if self.with_fp8 and is_matmul and self.groups[group].param and i < 2:
+            if (
+                self.with_fp8
+                and is_matmul
+                and self.emulation.groups[group].param
+                and i < 2
+            ):
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
         if name not in _EXACT:
@@ -369,8 +350,8 @@ class _Rounding(Visitor):
             return x
         made = self.frame.made
         if (key, id(x)) not in made:
-            row = self.rows.setdefault(key, len(self.rows))
-            form = self.table[row]
+            rows = self.emulation.rows
+            form = self.table[rows.setdefault(key, len(rows))]
             made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
         return made[key, id(x)][1]
 
@@ -467,19 +448,19 @@ class Emulation:
         *,
         with_fp8: bool = True,
     ) -> None:
-        forward, self.groups = labelled(func, args, kwargs)
-        # Under `amp`, with labels; and what is run as it is written.
-        self.program, self.opaque = gradient(forward), set[str]()
-        self._rows: dict[Key, int] = {}
+        # In place of fused attention its equations, so that its parts are judged.
+        forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
+        labels, (body, consts) = _Labels(), open_jaxpr(forward.jaxpr)
+        jaxpr = jax.make_jaxpr(
+            lambda *arrays: labels.run(body, consts, arrays, forward.known, ())[0]
+        )(*forward.arrays)
+        self.groups = list(labels.groups)
+        # Under `amp`, with labels as positions among the groups; and what runs as written.
+        self.program, self.opaque = gradient(forward._replace(jaxpr=jaxpr)), set[str]()
+        self.rows: dict[Key, int] = {}
 
         def run(arrays: Sequence[Array], table: Array) -> list[Array]:
-            visitor = _Rounding(
-                groups=self.groups,
-                table=table,
-                rows=self._rows,
-                opaque=self.opaque,
-                with_fp8=with_fp8,
-            )
+            visitor = _Rounding(emulation=self, table=table, with_fp8=with_fp8)
             body, consts = open_jaxpr(self.program.jaxpr)
             outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
             return [jnp.asarray(x, np.float32) for x in outs[1:]]
@@ -491,7 +472,7 @@ class Emulation:
 
     def gradient(self, rounds: Rounded) -> list[Array]:
         """Returns the gradient with groups rounded."""
-        rows = [rounds.row(key) for key in self._rows] or [_F32]
+        rows = [rounds.row(key) for key in self.rows] or [_F32]
         return self._run(self.program.arrays, np.array(rows, np.float32))
 
     @functools.cached_property
@@ -501,7 +482,7 @@ class Emulation:
 
     def groups_of(self, *, eight: bool = False) -> frozenset[int]:
         """Returns the groups that round, or those that fp8 may quantise."""
-        return frozenset(key.group for key in self._rows if key.is_eight == eight)
+        return frozenset(key.group for key in self.rows if key.is_eight == eight)
 
 
 @jax.jit

@@ -39,10 +39,12 @@ _SUMS = names(
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp scatter-add scatter-mul "
     "reduce_window_sum select_and_scatter_add"
 )
-_PICKS = SHAPE_ONLY.union(
+# Their results are numbers of their operands.
+PICKS = SHAPE_ONLY.union(
     names(
         "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
-        "copy_p optimization_barrier name sort reduce_max reduce_min max min"
+        "copy_p optimization_barrier name sort max min reduce_max reduce_min clamp cummax "
+        "cummin split unstack reduce_window_max select_and_gather_add"
     )
 )
 _COMPARISONS = names("eq ne lt le gt ge")
@@ -150,8 +152,11 @@ def f32_params(
     eqn: Equation, is_narrow: Callable[[object], bool] = is_low
 ) -> dict[str, Any]:
     """Returns the parameters that change for an equation to compute in f32."""
-    found = {k: x for k, x in eqn.params.items() if isinstance(x, np.dtype)}
-    changes = {k: F32 for k, x in found.items() if is_narrow(np.empty((), x))}
+    changes: dict[str, Any] = {
+        key: F32
+        for key, x in eqn.params.items()
+        if isinstance(x, np.dtype) and is_narrow(np.empty((), x))
+    }
     if primitive_name(eqn) in MATMULS and "precision" in eqn.params:
         changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
     return changes
@@ -207,7 +212,7 @@ def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
 def only_moves(eqn: Equation) -> bool:
     """Returns whether an equation returns numbers of its operands, none of them rounded."""
     if primitive_name(eqn) != "convert_element_type":
-        return primitive_name(eqn) in _PICKS
+        return primitive_name(eqn) in PICKS
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if not is_float(before) or not is_float(after):
         return False

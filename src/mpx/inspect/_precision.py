@@ -146,13 +146,14 @@ def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
     promoted: dict[int, str] = {}  # what makes f32 from a 16-bit operand
 
     def rule(name: str, eqn: Equation, labels: list[_Cause | None]) -> _Cause | None:
-        known = [
-            _number(atom.aval, f"the f32 constant {atom.val}")
-            if isinstance(atom, Literal)
-            else label
-            for atom, label in zip(eqn.invars, labels, strict=True)
-        ]
-        wide = [cause for cause in known if cause is not None]
+        labels = list(labels)
+        for i, x in enumerate(eqn.invars):
+            is_wide = isinstance(x, Literal) and is_f32(x.aval)
+            if is_wide and not getattr(
+                x.aval, "weak_type", False
+            ):  # as Python's numbers
+                labels[i] = _Cause(f"the f32 constant {x.val}")
+        wide = [cause for cause in labels if cause is not None]
         source = source_of(source_frames(eqn))
         if wide:
             # What is cast on the line of the operation is promoted by the other operand.
@@ -181,16 +182,12 @@ def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
     }
 
     def closed_over(x: PyTree) -> _Cause | None:
-        return _number(x, f"a closed-over f32[{','.join(map(str, np.shape(x)))}] array")
+        if not is_f32(x):
+            return None
+        return _Cause(f"a closed-over f32[{','.join(map(str, x.shape))}] array")
 
     Flow(rule, constant=closed_over).run(full.jaxpr, labels)
     return operands, promoted
-
-
-def _number(x: PyTree, text: str) -> _Cause | None:
-    """Returns the cause that is an f32 number; Python's own numbers promote nothing."""
-    is_cause = is_f32(x) and not getattr(x, "weak_type", False)
-    return _Cause(text) if is_cause else None
 
 
 def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:

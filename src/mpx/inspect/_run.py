@@ -8,6 +8,7 @@ whatever went wrong before it.
 """
 
 import dataclasses
+import functools
 import heapq
 import math
 import operator
@@ -114,6 +115,8 @@ class Run:
         self._decisions = iter(() if recording is None else recording.decisions)
         self.choices: list[int] = []  # the branches and steps that were taken
         self.is_cut = False  # whether a loop was left after `most_steps`
+        # Loops that have ended in f32 only, what they then held, the step and the test
+        self.parted: list[tuple[Equation, Values, int, Value]] = []
         self._ends: dict[int, list[list[Any]]] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
 
@@ -124,11 +127,6 @@ class Run:
     def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
         """Returns a value that no equation has made: an input, a part, or a stack."""
         return Value(lanes)
-
-    def lanes_part(
-        self, eqn: Equation, operands: Values, step: int, test: Value
-    ) -> None:
-        """Is told that a `while` loop has ended in some lanes and not in others."""
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation without jaxprs inside, in the precision that its site has."""
@@ -222,8 +220,8 @@ class Run:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
             lanes = [bool(np.all(x)) for x in test.lanes]
-            if any(lanes) and not all(lanes):
-                self.lanes_part(eqn, [*tests, *consts, *carry], step, test)
+            if lanes[0] and not all(lanes):
+                self.parted.append((eqn, [*tests, *consts, *carry], step, test))
             self.is_cut |= all(lanes) and step >= self._most_steps
             return int(all(lanes) and step < self._most_steps)
 
@@ -342,23 +340,20 @@ class Recording(Run):
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
         self.eps = 0.0  # of the coarsest format met so far
         self.turned: set[int] = set()  # nodes that compare with another result in f32
-        # Loops that end in f32 only: the node that compares, the steps in f32, and those
-        # that were not enough
-        self.endless: list[tuple[int, int, int]] = []
 
-    def lanes_part(
-        self, eqn: Equation, operands: Values, step: int, test: Value
-    ) -> None:
-        """Looks whether a loop that has ended in f32 ends in its own precision, too."""
-        if not np.all(test.lanes[0]):
-            return
-        most = 4 * step + 16
-        own = Run(lambda _: True, most_steps=most)
-        own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
-        if own.is_cut:
-            before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
-            compares = (i for i, x in before if x is not None and is_decision(x))
-            self.endless.append((next(compares, test.ref[0]), step, step + most))
+    @functools.cached_property
+    def endless(self) -> list[tuple[int, int, int]]:
+        """Loops that end in f32 only: what compares, the steps, and those not enough."""
+        found = []
+        for eqn, operands, step, test in self.parted:
+            most = 4 * step + 16
+            own = Run(lambda _: True, most_steps=most)
+            own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
+            if own.is_cut:
+                before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
+                compares = (i for i, x in before if x is not None and is_decision(x))
+                found.append((next(compares, test.ref[0]), step, step + most))
+        return found
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
