@@ -443,6 +443,7 @@ def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
     of a mask that a softmax removes does not reach the results, and is not found.
     """
     wanted, readers, found = dict[Ref, set[int]](), dict[int, int](), list[Origin]()
+    nodes = recording.nodes
 
     def want(ref: Ref, kinds: set[int], reader: int) -> None:
         if kinds:
@@ -451,7 +452,7 @@ def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
 
     for ref in starts:
         want(ref, _kinds(recording.stats(ref).classes), -1)
-    for index, node in reversed(list(enumerate(recording.nodes))):
+    for index, node in reversed(list(enumerate(nodes))):
         # What no equation has made is a part of another value, or stacked from some.
         keeps = node.primitive in ("", "convert_element_type", *PICKS)
         for out in range(len(node.stats)):
@@ -463,7 +464,7 @@ def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
                 is_explained |= bool(hit)
                 want(ref, hit, index)
             if here and not is_explained:
-                found.append(_origin(recording.nodes, readers, index, out, here))
+                found.append(_origin(nodes, readers, index, out, here))
     return sorted(found, key=lambda x: x.node)
 
 
@@ -479,12 +480,11 @@ def _origin(
     while reader >= 0 and nodes[reader].eqn is not None:
         node = nodes[reader]
         rounded = node.primitive == "convert_element_type"
-        written = [x for x in node.written if rounded or not np.isfinite(x)]
-        if written:
-            constant = written[0]
+        written = (x for x in node.written if rounded or not np.isfinite(x))
+        constant = next(written, constant)
         if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
             break
         reader = readers[reader]
-    if constant is not None and reader >= 0:
-        index, out, kinds = reader, 0, _kinds(nodes[reader].stats[0].classes)
-    return Origin(index, out, kinds, constant)
+    if constant is None or reader < 0:
+        return Origin(index, out, kinds, constant)
+    return Origin(reader, 0, _kinds(nodes[reader].stats[0].classes), constant)

@@ -200,14 +200,10 @@ class Run:
         return self.choices[-1]
 
     def _cond(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        index, *rest = operands
-        branches = eqn.params["branches"]
-
-        def decide() -> int:
-            chosen = np.asarray(index.lanes[0]).reshape(-1)[0]
-            return int(np.clip(chosen, 0, len(branches) - 1))
-
-        return self(branches[self._choose(decide)], rest, around)
+        index, branches = operands[0].lanes[0], eqn.params["branches"]
+        last = len(branches) - 1
+        chosen = self._choose(lambda: int(np.clip(np.ravel(index)[0], 0, last)))
+        return self(branches[chosen], operands[1:], around)
 
     def _while(self, eqn: Equation, operands: Values, around: Around) -> Values:
         params = eqn.params
@@ -235,18 +231,18 @@ class Run:
         length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
         consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
         carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
-        collected: list[Values] = [[] for _ in eqn.outvars[n_carry:]]
-        depth = len(around.axes)
+        rows, depth = list[Values](), len(around.axes)
         for step in range(length)[::order]:
             at = (slice(None),) * depth + (step,)
             parts = [self._moved(x, operator.itemgetter(at)) for x in xs]
             inside = around.in_step(step, length)
             outs = self(eqn.params["jaxpr"], [*consts, *carry, *parts], inside)
             carry = outs[:n_carry]
-            for kept, out in zip(collected, outs[n_carry:], strict=True):
-                kept.append(out)
-        pairs = zip(collected, eqn.outvars[n_carry:], strict=True)
-        stacked = [self._stack(kept[::order], var, depth) for kept, var in pairs]
+            rows.append(outs[n_carry:])
+        stacked = [
+            self._stack([row[i] for row in rows[::order]], var, depth)
+            for i, var in enumerate(eqn.outvars[n_carry:])
+        ]
         return [*carry, *stacked]
 
     def _stack(self, values: Values, var: Any, depth: int) -> Value:

@@ -334,7 +334,10 @@ class Watch:
 
     def _take(self, step: int, seen: Observation) -> dict[str, float]:
         """Records the numbers of a step, and returns them."""
-        finite, scale = bool(seen.finite), self._scale_of(seen)
+        following = math.nan if seen.next_scale is None else float(seen.next_scale)
+        scale = following if math.isnan(self._scale) else self._scale
+        scale = scale if seen.scale is None else float(seen.scale)
+        finite, self._scale = bool(seen.finite), following
         numbers: dict[str, float] = {"skipped": float(not finite)}
         if seen.loss is not None:
             numbers["loss"] = float(seen.loss)
@@ -356,14 +359,6 @@ class Watch:
             self._note_skip(_skip_of(step, seen, scale))
         self._note_stuck(step)
         return numbers
-
-    def _scale_of(self, seen: Observation) -> float:
-        """Returns the loss scale of a step; nan if there is none."""
-        following = math.nan if seen.next_scale is None else float(seen.next_scale)
-        before, self._scale = self._scale, following
-        if seen.scale is not None:
-            return float(seen.scale)
-        return following if math.isnan(before) else before
 
     def _note_skip(self, skip: Skip) -> None:
         """Notes a step that was not taken, and a run that stands still."""
