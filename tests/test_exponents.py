@@ -15,16 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpx.inspect import ExponentStats, _counting, exponent_stats, plot_exponents
-from mpx.inspect._counting import (
-    BINS,
-    add_up,
-    as_integers,
-    bin_of,
-    carried,
-    count_in_words,
-    split,
-)
+from mpx.inspect import ExponentStats, _exponents, exponent_stats, plot_exponents
+from mpx.inspect._exponents import BINS, bin_of, carried, count_in_words
 
 RNG = np.random.default_rng(0)
 KINDS = {
@@ -122,11 +114,9 @@ def test_a_tree_without_floating_leaves_has_no_histograms():
 def test_finite_flags_agree_with_the_counts():
     tree = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan]), "c": jnp.array(jnp.inf)}
     stats = exponent_stats(tree)
-    assert (stats.nonfinite == 0).tolist() == [True, False, False]
     assert not stats.all_finite()
     assert exponent_stats(jnp.zeros(3)).all_finite()
     assert (stats.nans.tolist(), stats.infs.tolist()) == ([0, 1, 0], [0, 0, 1])
-    assert stats.nonfinite.tolist() == [0, 1, 1]
 
 
 @pytest.mark.some(1)
@@ -154,7 +144,6 @@ def test_layers_of_a_scan_can_be_stacked_and_carried():
     assert stacked.counts.shape == (5, 1, BINS, 2)
     check(total, layers)
     check(stacked, layers)  # the host merges leading axes
-    check(stacked.sum(), layers)
 
 
 def test_vmap_counts_each_row_apart():
@@ -229,23 +218,27 @@ def test_counts_of_devices_are_added_over_an_axis_name():
 # --- Counts of more than 31 bits ------------------------------------------------------
 
 
+def as_integers(pairs):
+    """Returns pairs (low, high) as integers of 64 bits."""
+    pairs = np.asarray(pairs).astype(np.int64)
+    return (pairs[..., 1] << 16) + pairs[..., 0]
+
+
 def test_large_counts_are_exact():
     big = jnp.array([0, 1, 65535, 65536, 2**31 - 1], jnp.int32)
-    pairs = split(big)
-    assert as_integers(pairs).tolist() == big.tolist()
-    many = jnp.broadcast_to(pairs, (3000, *pairs.shape))
-    assert as_integers(add_up(many, 1)).tolist() == [3000 * int(x) for x in big]
+    pairs = jnp.stack([big & 0xFFFF, big >> 16], axis=-1)
+    many = carried(jnp.sum(jnp.broadcast_to(pairs, (3000, *pairs.shape)), 0))
+    assert as_integers(many).tolist() == [3000 * int(x) for x in big]
     assert as_integers(carried(pairs + pairs)).tolist() == [2 * int(x) for x in big]
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("shape", [(2000,), (3, 700), (700, 2, 1)])
 def test_leaves_beyond_int32_are_counted_in_parts(monkeypatch, shape):
-    monkeypatch.setattr(_counting, "LIMIT", 500)
-    monkeypatch.setattr(_counting, "SMALL", 0)
+    monkeypatch.setattr(_exponents, "LIMIT", 500)
     x = values(shape)
     # The jitted function would be taken from its cache, made with the true limit.
-    count = _counting._counts(jnp.asarray(x))
+    count = _exponents._counts(jnp.asarray(x))
     assert as_integers(count).tolist() == expected(x).tolist()
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from mpx._jax._formats import FORMATS, Format
 from mpx._program._queries import SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
-from mpx.inspect._equations import Numbers, only_moves, to_host, widened
+from mpx.inspect._equations import PICKS, Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
-from mpx.inspect._run import NAN, SHARDS, Node, Recording, Ref, Run, Site, Value
+from mpx.inspect._run import NAN, Classes, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[Numbers]
 # Relative errors: the first in bits of a format's significand, the others as they are.
@@ -34,7 +34,6 @@ _UNSTABLE = 0.25
 EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too small
 _MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
-_CANCELS = names("add add_any sub reduce_sum cumsum")
 _SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
 _ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
 _DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
@@ -52,7 +51,7 @@ class Origin(NamedTuple):
 
     node: int
     out: int
-    where: Numbers  # which of its numbers
+    kinds: set[int]  # the classes of its numbers that reach the results
     constant: float | None = None  # infinite or nan, written into the equation
 
 
@@ -69,11 +68,10 @@ class Verdict(NamedTuple):
 class Blame:
     """Records a program and looks for what is at fault in it.
 
-    `exact` is the program without `amp` and `fp8`, to be run in f32, and `labels` are the
-    names of the results. The floating ones, loss and gradients, are there in four versions:
-    `own` equation by equation, `shadow` in f32 with the branches, steps and decisions of the
-    program, `exact` in f32, and `actual` compiled. `errors` are the distances of `actual`
-    from `exact`, relative to `exact`.
+    Its floating results, loss and gradients, are there in four versions: `own` equation by
+    equation, `shadow` in f32 with the branches, steps and decisions of the program, `exact`
+    in f32 without `amp` and `fp8`, and `actual` compiled. `errors` are the distances of
+    `actual` from `exact`, relative to `exact`.
     """
 
     def __init__(
@@ -106,7 +104,12 @@ class Blame:
         self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
         used = [self.nodes[i].format for i in self._live]
         self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
-        self._sizes = self._norms()
+        # What errors are relative to: the norms of the results in f32. A gradient of zeros is
+        # measured against the others; beside a loss of zero, any error is large.
+        sizes = np.array([_norm(x[np.isfinite(x)]) for x in self.exact], np.float64)
+        every = np.linalg.norm(sizes[self.is_grad])
+        sizes = np.where((sizes == 0) & self.is_grad, every, sizes)
+        self._sizes = np.where(sizes == 0, 1e-45, sizes)
         self.errors = self._errors(self.actual, self.exact)
         self._own_errors = self._errors(self.own, self.exact)
 
@@ -123,17 +126,6 @@ class Blame:
             inputs.append(Value((x,)))
         return _floats(x.lanes[0] for x in run(program.jaxpr, inputs))
 
-    def _norms(self) -> np.ndarray:
-        """Returns what errors are relative to: the norms of the results in f32.
-
-        A gradient of zeros is measured against the other gradients. Beside a loss of zero,
-        any error is large.
-        """
-        sizes = np.array([_norm(x[np.isfinite(x)]) for x in self.exact], np.float64)
-        every = np.linalg.norm(sizes[self.is_grad])
-        sizes = np.where((sizes == 0) & self.is_grad, every, sizes)
-        return np.where(sizes == 0, 1e-45, sizes)
-
     # --- the judgement ----------------------------------------------------------------
 
     @functools.cached_property
@@ -141,7 +133,7 @@ class Blame:
         """The change of each result that one rounding of the parameters causes."""
         return self._errors(self._run(Run(), self._exact, self.format), self.exact)
 
-    @property
+    @functools.cached_property
     def _unstable(self) -> np.ndarray:
         """Whether each result is not judged: see `_UNSTABLE`."""
         return self.is_grad & (self._base >= _UNSTABLE)
@@ -205,11 +197,7 @@ class Blame:
     # --- numbers that are not finite --------------------------------------------------
 
     def _not_finite(self) -> list[Verdict]:
-        """Returns what makes numbers that are not finite.
-
-        First comes what f32 does not make, if it is finite in the end, and last an infinity
-        that a mask means.
-        """
+        """Returns what makes numbers that are not finite; last infinities that masks mean."""
         is_finite = all(np.isfinite(x).all() for x in self.shadow)
         rows = [(self._shadow_has(x), x) for x in _origins(self.recording, self._refs)]
         if is_finite and not all(has for has, _ in rows):
@@ -224,14 +212,17 @@ class Blame:
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
         """Looks for a small number in the code that makes everything finite if larger.
 
-        The reciprocal of an epsilon of 1e-8 does not fit into f16, and is met wherever
-        gradients are cast.
+        The reciprocal of an epsilon of 1e-8 does not fit into f16.
         """
         sums: dict[int, tuple[int, Equation]] = {}
         for index in self.recording.before([x.origin.node for x in found if x.origin]):
             node = self.nodes[index]
-            if _is_epsilon(node):
-                sums.setdefault(id(node.eqn), (index, node.eqn))
+            small = [abs(x) for x in node.written if abs(x) < EPSILON]
+            if small and node.primitive in ("add", "max"):
+                low, high = node.stats[0].shadow
+                least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+                if least <= 4 * max(small):  # it is what keeps the result from zero
+                    sums.setdefault(id(node.eqn), (index, node.eqn))
         for index, eqn in list(sums.values())[:_MOST_FOUND]:
             run = Run(lambda _: True, constant=(eqn, 0.1))
             if all(np.isfinite(x).all() for x in self._run(run, self._whole)):
@@ -240,46 +231,35 @@ class Blame:
 
     def _shadow_has(self, origin: Origin) -> bool:
         """Returns whether the shadow is not finite there either."""
-        classes = self.nodes[origin.node].stats[origin.out].shadow_classes
-        if classes is None:
-            return False
-        where = origin.where if origin.where.shape == classes.shape else ...
-        return bool((classes[where] != 0).any())
+        stats = self.nodes[origin.node].stats[origin.out]
+        return bool(origin.kinds & _kinds(stats.shadow_classes))
 
     def _blamed(self, origin: Origin) -> Verdict:
         """Returns the verdict on what is to blame for an origin.
 
-        If the same operation on the operands of the shadow gives finite numbers, its
-        operands were wrong already, and what made them wrong is to blame.
+        If the same operation on the operands of the shadow gives finite numbers, what made
+        its operands wrong is to blame: the nearest operation with a large error of its own.
         """
         index, node = origin.node, self.nodes[origin.node]
-        if origin.constant is not None:
-            kind = "input" if node.eqn is None else "constant"
-            return Verdict(index, kind, origin)
-        is_fine = node.eqn is not None and node.stats[origin.out].local_is_finite
-        if is_fine and not self._shadow_has(origin):
-            earlier = self._upstream(index)
-            if earlier is not None:
-                return Verdict(
-                    earlier, self._kind_of_error(self.nodes[earlier]), origin
-                )
-        return Verdict(index, self._kind_of_origin(origin), origin)
-
-    def _kind_of_origin(self, origin: Origin) -> str:
-        """Returns why an operation makes numbers that are not finite."""
-        node = self.nodes[origin.node]
-        if node.eqn is None:
-            return "input"
+        if node.eqn is None or origin.constant is not None:
+            return Verdict(index, "input" if node.eqn is None else "constant", origin)
         stats = node.stats[origin.out]
-        classes, in_shadow = stats.classes, stats.shadow_classes is not None
-        if not in_shadow and node.format and stats.largest > node.format.max:
-            return "overflow"
-        if classes is not None and (classes[origin.where] == NAN).all():
-            return "nan"
+        if stats.local_is_finite and not self._shadow_has(origin):
+            before = self._through(index, lambda x: x.deviation > 0)
+            for current, other in itertools.islice(before, 1, 400):
+                if _is_wrong(other):
+                    first = self._first_of_chain(current)
+                    return Verdict(
+                        first, self._kind_of_error(self.nodes[first]), origin
+                    )
+        in_shadow, kind = stats.shadow_classes is not None, "overflow"
         zero = any(x.zeros for x in self.recording.operands(node)) or 0 in node.written
-        if node.primitive in _SINGULAR and (zero or not in_shadow):
-            return "singularity" if in_shadow or zero else "underflow"
-        return "overflow"
+        if in_shadow or not node.format or stats.largest <= node.format.max:
+            if origin.kinds == {NAN}:
+                kind = "nan"
+            elif node.primitive in _SINGULAR and (zero or not in_shadow):
+                kind = "singularity" if in_shadow or zero else "underflow"
+        return Verdict(index, kind, origin)
 
     def _kind_of_error(self, node: Node) -> str:
         """Returns what is wrong with an operation whose own error is large."""
@@ -290,10 +270,9 @@ class Blame:
         sizes = [x.largest for x in self.recording.operands(node)]
         is_small = worst.largest < max(sizes, default=0.0) / 8
         tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
-        is_known = worst.largest > tiny or math.isinf(worst.error)
-        if subtracts and is_small and is_known:
+        if subtracts and is_small and worst.largest > tiny:
             return "cancellation"
-        if worst.flushed > 0.05 or worst.largest < tiny or worst.smallest < tiny / 8:
+        if worst.largest < tiny or worst.smallest < tiny / 8:
             return "underflow"
         if node.primitive in _TOTALS:
             return "accumulation"
@@ -306,17 +285,6 @@ class Blame:
         nodes, start = self.nodes, self.nodes[index]
         before = self.recording.before([index], lambda x: x is start or passes(x))
         return ((i, nodes[i]) for i in before)
-
-    def _upstream(self, index: int) -> int | None:
-        """Returns the nearest operation before another whose own error is large."""
-        before = self._through(index, lambda x: x.deviation > 0)
-        for current, node in itertools.islice(before, 1, 400):
-            # One number that has lost its digits by cancellation suffices.
-            worst = max((x.worst for x in node.stats), default=0.0)
-            cancels = node.format and node.primitive in _CANCELS
-            if _is_wrong(node) or (cancels and worst > _threshold(node.format)):
-                return self._first_of_chain(current)
-        return None
 
     def _first_of_chain(self, index: int) -> int:
         """Follows operands that are wrong back to the first operation with an error."""
@@ -331,9 +299,8 @@ class Blame:
     def _measured(self) -> np.ndarray:
         """The error of each result, compiled or operation by operation.
 
-        Where a comparison of nearly equal numbers falls differently than in f32, gradients
-        jump in any format. The smaller distance counts, that from f32 or that from f32 with
-        the same decisions.
+        Gradients jump where a comparison of nearly equal numbers falls differently than in
+        f32: the distance from f32 with the same decisions counts, if it is smaller.
         """
         outs, far = [self.own, self.actual], [self._own_errors, self.errors]
         near = np.minimum([self._errors(x, self.shadow) for x in outs], far)
@@ -379,11 +346,7 @@ class Blame:
         return []
 
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
-        """Looks for the site that contributes most to the errors of some results.
-
-        No error of a single operation is large, but sums over many steps may have lost
-        what they add up.
-        """
+        """Looks for the site, such as a sum over many steps, that contributes most."""
         last: dict[Site, int] = {}  # the last node of each that rounds, if one does
         for index in self._live:
             node, site = self.nodes[index], self.recording.site(index)
@@ -392,8 +355,6 @@ class Blame:
                 if site not in last or not (is_cast or only_moves(node.eqn)):
                     last[site] = index
         sites = list(last)
-        if not sites:
-            return []
 
         def share(part: Sequence[Site]) -> float:
             return float(self._with(part)[bad].max())
@@ -404,16 +365,13 @@ class Blame:
             first, second = sites[:middle], sites[middle:]
             enough = share(first)
             sites = first if enough > limit or enough >= share(second) else second
-        verdict = self._alone(sites, last[sites[0]])
+        verdict = self._alone(sites, last[sites[0]]) if sites else None
         return [verdict] if verdict else []
 
     def _alone(self, sites: list[Site], index: int, kind: str = "") -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong; "" for a sum."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
-        if not bad:  # or at least half of what several make wrong together
-            wrong = self._bad_results(self.errors)
-            bad = [i for i in wrong if errors[i] > self.errors[i] / 2]
         if not bad:
             return None
         worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
@@ -471,124 +429,62 @@ def _is_wrong(node: Node) -> bool:
     return node.format is not None and node.error > _threshold(node.format)
 
 
-def _is_epsilon(node: Node) -> bool:
-    """Returns whether a small number in the code is what keeps a result from zero."""
-    small = [abs(x) for x in node.written if abs(x) < EPSILON]
-    low, high = node.stats[0].shadow
-    least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
-    is_sum = node.primitive in ("add", "max")
-    return is_sum and bool(small) and least <= 4 * max(small)
-
-
 # --- Origins of numbers that are not finite -------------------------------------------
 
-_ELEMENTWISE = names(
-    "abs acos acosh add add_any asin asinh atan atan2 atanh cbrt ceil clamp "
-    "convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 "
-    "floor integer_pow is_finite lgamma log log1p logistic max min mul name neg "
-    "nextafter optimization_barrier pow reduce_precision rem round rsqrt select_n "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh"
-)
-# Their results are numbers of their operands.
-_KEEPS_CLASS = SHAPE_ONLY.union(
-    names(
-        "convert_element_type select_n max min reduce_max reduce_min concatenate gather "
-        "dynamic_slice pad stop_gradient clamp cummax cummin argmax argmin"
-    )
-)
+
+def _kinds(classes: Classes) -> set[int]:
+    return set() if classes is None else set(classes.tolist())
 
 
 def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
     """Returns where the numbers of some results that are not finite come from.
 
-    Each is followed back through the operands that are not finite either, one by one where
-    the operation is element-wise. What does not reach the results, such as the minus
-    infinity of a mask that a softmax removes, is not found.
+    They are followed back through operands that are not finite either. The minus infinity
+    of a mask that a softmax removes does not reach the results, and is not found.
     """
-    wanted, readers, found = dict[Ref, Numbers](), dict[int, int](), list[Origin]()
+    wanted, readers, found = dict[Ref, set[int]](), dict[int, int](), list[Origin]()
+    nodes = recording.nodes
 
-    def want(ref: Ref, where: Numbers, reader: int) -> None:
-        if where.any():
+    def want(ref: Ref, kinds: set[int], reader: int) -> None:
+        if kinds:
             readers.setdefault(ref[0], reader)
-            wanted[ref] = np.asarray(where | wanted.get(ref, False))
+            wanted.setdefault(ref, set()).update(kinds)
 
     for ref in starts:
-        want(ref, _not_finite(recording.stats(ref).classes), -1)
-    for index, node in reversed(list(enumerate(recording.nodes))):
+        want(ref, _kinds(recording.stats(ref).classes), -1)
+    for index, node in reversed(list(enumerate(nodes))):
+        # What no equation has made is a part of another value, or stacked from some.
+        keeps = node.primitive in ("", "convert_element_type", *PICKS)
         for out in range(len(node.stats)):
-            if (index, out) not in wanted:
-                continue
-            left = where = wanted[index, out]
-            parents = [ref for ref in node.parents if ref[0] >= 0]
-            classes = [recording.stats(ref).classes for ref in parents]
-            if node.eqn is None:
-                hits, left = _parts(node, where, classes), where & (not parents)
-            else:
-                hits, left = _operands(node, out, where, classes)
-            for ref, hit in zip(parents, hits, strict=True):
+            here, is_explained = wanted.get((index, out), set()), False
+            for ref in node.parents if here else ():
+                theirs = _kinds(recording.stats(ref).classes)
+                same = theirs & ({NAN} if NAN in here and not keeps else here)
+                hit = same if keeps or same else theirs
+                is_explained |= bool(hit)
                 want(ref, hit, index)
-            if left.any():
-                found.append(_origin(recording.nodes, readers, index, out, left))
+            if here and not is_explained:
+                found.append(_origin(nodes, readers, index, out, here))
     return sorted(found, key=lambda x: x.node)
 
 
-def _not_finite(classes: Numbers | None) -> Numbers:
-    return np.zeros((), bool) if classes is None else np.asarray(classes != 0)
-
-
 def _origin(
-    nodes: Sequence[Node], readers: dict[int, int], index: int, out: int, where: Numbers
+    nodes: Sequence[Node],
+    readers: dict[int, int],
+    index: int,
+    out: int,
+    kinds: set[int],
 ) -> Origin:
     """Returns an origin; that of a constant is where it is first computed with."""
     constant, reader = None, index
     while reader >= 0 and nodes[reader].eqn is not None:
         node = nodes[reader]
         rounded = node.primitive == "convert_element_type"
-        written = [x for x in node.written if rounded or not np.isfinite(x)]
-        if written:
-            constant = written[0]
+        written = (x for x in node.written if rounded or not np.isfinite(x))
+        constant = next(written, constant)
         if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
             break
         reader = readers[reader]
-    if constant is not None and reader >= 0:
-        classes = nodes[reader].stats[0].classes
-        where = np.ones((), bool) if classes is None else classes != 0
-        index, out = reader, 0
-    return Origin(index, out, where, constant)
-
-
-def _operands(
-    node: Node, out: int, where: Numbers, operands: Sequence[Numbers | None]
-) -> tuple[list[Numbers], Numbers]:
-    """Returns the numbers of operands that explain some, and those that none explains."""
-    classes, hits, left = node.stats[out].classes, list[Numbers](), where
-    assert classes is not None
-    keeps, here = node.primitive in _KEEPS_CLASS, np.unique(classes[where])
-    for theirs in operands:
-        hit = _not_finite(theirs)
-        if theirs is None:
-            pass
-        elif node.primitive in _ELEMENTWISE and theirs.shape == classes.shape:
-            hit = where & (theirs == classes if keeps else hit)
-            left = np.asarray(left & ~hit)
-        else:
-            same = theirs == NAN if NAN in here and not keeps else np.isin(theirs, here)
-            hit = same if keeps or same.any() else hit
-            left = np.zeros_like(left) if hit.any() else left
-        hits.append(hit)
-    return hits, left
-
-
-def _parts(
-    node: Node, where: Numbers, parents: Sequence[Numbers | None]
-) -> list[Numbers]:
-    """Returns the numbers that a part of another value has, or that were stacked."""
-    hits = [_not_finite(theirs) for theirs in parents]
-    for i, hit in enumerate(hits):
-        if node.part is None and hit.shape == where[i].shape:
-            hits[i] = hit & where[i]
-        elif node.part not in (None, SHARDS) and hit.shape[1:] == where.shape:
-            some = np.zeros_like(hit)
-            some[node.part] = where
-            hits[i] = hit & some
-    return hits
+    if constant is None or reader < 0:
+        return Origin(index, out, kinds, constant)
+    return Origin(reader, 0, _kinds(nodes[reader].stats[0].classes), constant)

@@ -8,8 +8,6 @@ import numpy as np
 
 from mpx._jax._formats import short_name
 
-HALF = frozenset({"bfloat16", "float16"})
-
 
 def is_float(x: object) -> bool:
     """Returns whether it holds real floating numbers."""
@@ -24,7 +22,7 @@ def is_low(x: object) -> bool:
 
 def is_half(x: object) -> bool:
     """Returns whether it is bf16 or f16."""
-    return str(getattr(x, "dtype", "")) in HALF
+    return str(getattr(x, "dtype", "")) in ("bfloat16", "float16")
 
 
 def is_f32(x: object) -> bool:

@@ -8,7 +8,9 @@ compiled program serves all groups and formats.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +20,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
+from mpx._amp import amp
+from mpx._casting._select import search
 from mpx._jax._compat import (
     Literal,
     bind,
@@ -25,14 +29,17 @@ from mpx._jax._compat import (
     is_transposed,
     open_jaxpr,
     primitive_name,
+    source_frames,
 )
 from mpx._jax._formats import FORMATS
 from mpx._program import HANDLERS
+from mpx._program._flow import moved
 from mpx._program._interpreter import (
     Facts,
     Kind,
     Op,
     Outcome,
+    Scopes,
     Visitor,
     as_array,
 )
@@ -48,9 +55,111 @@ from mpx._program._queries import (
     has_body,
     names,
 )
-from mpx.inspect._dtypes import HALF, is_f32, is_half
-from mpx.inspect._groups import Group, label_of, labelled
-from mpx.inspect._program import gradient
+from mpx._wire._product import LINEAR
+from mpx.inspect._dtypes import is_f32, is_half
+from mpx.inspect._equations import PICKS, f32_params
+from mpx.inspect._program import Name, gradient, program
+
+# --- Groups of operations that a policy can keep in f32 -------------------------------
+
+
+class Group(NamedTuple):
+    """Operations that a policy treats alike."""
+
+    param: str  # of which they are the matmuls; "" for other operations
+    scope: str  # joined by `/`
+    functions: tuple[str, ...]  # that wrote them, innermost first
+
+    @property
+    def label(self) -> str:
+        """The name by which readers know it: the parameter, else scope, else function."""
+        own = getattr(self.param, "path", "") or self.param or self.scope
+        return own or next(iter(self.functions), "other")
+
+    @property
+    def selector(self) -> "Keep":
+        """What keeps these operations in f32, with as few others as possible."""
+        if self.param or self.scope:
+            return Keep("keep", f"^{re.escape(self.label)}$")
+        return Keep("functions", f"{re.escape(self.label)}$")
+
+
+class Keep(NamedTuple):
+    """A selector of `amp`: an expression for `keep`, or for `AmpRules.functions`."""
+
+    kind: str
+    pattern: str
+
+    def selects(self, group: Group) -> bool:
+        """Returns whether the operations of a group run in f32."""
+        if self.kind == "functions":
+            return any(search(self.pattern, name) for name in group.functions)
+        if group.param and search(self.pattern, group.param):
+            return True
+        paths = itertools.accumulate(group.scope.split("/"), "{}/{}".format)
+        return bool(group.scope) and any(search(self.pattern, x) for x in paths)
+
+
+_LABEL = re.compile(r"^mpx-group-(\d+)(-input)?$")
+
+
+def label_of(scopes: Scopes) -> tuple[int | None, bool]:
+    """Returns the group of an equation, if known, and whether it casts an operand for it."""
+    found = next(filter(None, map(_LABEL.match, reversed(scopes))), None)
+    return (int(found[1]), found[2] is not None) if found else (None, False)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Labels(Visitor):
+    """Runs each equation in a scope that names its group, also in the backward pass."""
+
+    groups: dict[Group, int] = dataclasses.field(default_factory=dict)
+    _around: tuple[str, ...] = ()
+
+    def equation(self, op: Op) -> Outcome:
+        name = primitive_name(op.eqn)
+        if name in HANDLERS:
+            return HANDLERS[name](self, op)
+        number = self.groups.setdefault(self._group(op), len(self.groups))
+        # A cast to 16 bits belongs to the operation that reads it if `amp` gave both the
+        # same source; it also casts what a chain has computed.
+        trace, suffix = op.eqn.source_info.traceback, ""
+        if name == "convert_element_type":
+            found = self.frame.readers.get(op.eqn.outvars[0], ())
+            is_input = any(eqn.source_info.traceback is trace for eqn, _ in found)
+            suffix = "-input" if is_input else ""
+        with jax.named_scope(f"mpx-group-{number}{suffix}"):
+            outs = eval_equation(op.eqn, op.values)
+        return outs, [moved(op.eqn, op.facts)] * len(outs)
+
+    def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
+        return None if kind == "carry" else fact
+
+    def _group(self, op: Op) -> Group:
+        is_matmul = primitive_name(op.eqn) in (*MATMULS, LINEAR)
+        param = next(filter(None, op.facts), "") if is_matmul else ""
+        # A scope inside itself counts once.
+        path = "/".join(name for name, _ in itertools.groupby(op.scopes))
+        return Group(param, path, _functions(op.eqn, self._around))
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
+        before = self._around
+        self._around = _functions(eqn, before)
+        try:
+            yield
+        finally:
+            self._around = before
+
+    def cache_key(self, more: PyTree) -> tuple[str, ...]:
+        return self._around
+
+
+def _functions(eqn: Equation, around: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the functions that wrote an equation, then those of the calls around it."""
+    own = (name for name, _, _ in source_frames(eqn))
+    return tuple(dict.fromkeys((*own, *around)))
+
 
 # --- Rounding to a format that is an argument -----------------------------------------
 
@@ -58,9 +167,9 @@ _F32 = (0.0, 1.0, math.inf)
 
 
 def _format(name: str, scale: float | None = 1.0) -> tuple[float, float, float]:
-    """Returns a format for `rounded`: spread, smallest normal number, and limit.
+    """Returns spread, smallest normal number and limit of a format, for numbers times `scale`.
 
-    The format holds numbers times `scale`; with `None` it has the exponents of bf16.
+    With `None` it has the exponents of bf16.
     """
     form = FORMATS[name]
     spread = 1.5 * 2.0 ** (23 - form.mantissa)
@@ -72,11 +181,9 @@ def _format(name: str, scale: float | None = 1.0) -> tuple[float, float, float]:
 
 @functools.partial(jax.jit, static_argnames="is_scaled")
 def rounded(x: Array, form: Array, *, is_scaled: bool = False) -> Array:
-    """Rounds f32 numbers to a format of `_format`.
+    """Rounds f32 numbers to a format of `_format`, or with a scale as `CurrentScaling` does.
 
-    Numbers from its limit on are nan: a function that saturates would hide an infinity. An
-    array that is scaled has one scale, the smallest power of two with which all its numbers
-    fit, as in `mpx.recipes.CurrentScaling`.
+    Numbers from its limit on are nan: a function that saturates would hide an infinity.
     """
     spread, tiny, limit = form[0], form[1], form[2]
     if is_scaled:
@@ -109,26 +216,20 @@ _KERNELS = (
     *ATTENTION,
     *CROSS_ENTROPY,
     GROUPED,
+    *names("dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call"),
     *names(
-        "dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call ffi_call "
-        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper ffi_call"
     ),
 )
 # The results can be represented where the operands can.
-_EXACT = MOVES.union(
-    names(
-        "gather max min neg abs sign select_n concatenate pad clamp reduce_max reduce_min "
-        "stop_gradient sort dynamic_update_slice split rev reduce_window_max cummax cummin "
-        "select_and_gather_add unstack"
-    )
-)
+_EXACT = PICKS.union(MOVES, names("neg abs sign"))
 
 
 class Fact(NamedTuple):
     """What is known of a value."""
 
-    # The groups of the matmuls whose results it is computed from: if one of them runs in
-    # f32, so does what follows up to the next matmul
+    # The groups of the matmuls from which it is computed: if one of them runs in f32, so
+    # does what follows up to the next matmul
     sources: tuple[int, ...] = ()
     is_pending: bool = False  # cast to 16 bits for whoever reads it
     is_cotangent: bool = False  # part of the backward pass
@@ -150,10 +251,8 @@ class _Rounding(Visitor):
     unknown: ClassVar[Fact] = Fact()
     narrow_carry: bool = True  # held in f32, whatever it was
 
-    groups: Sequence[Group]  # a label of an equation is a position among them
+    emulation: "Emulation"
     table: Array  # the formats, one row for each key
-    rows: dict[Key, int]
-    opaque: set[str]  # operations that were run as they are written
     with_fp8: bool  # whether operands of matmuls with a parameter may be quantised
 
     def equation(self, op: Op) -> Outcome:
@@ -185,7 +284,7 @@ class _Rounding(Visitor):
         """Runs an equation at its own dtypes, on f32 values."""
         inner = equations(op.eqn)
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
-            self.opaque.add(primitive_name(op.eqn))
+            self.emulation.opaque.add(primitive_name(op.eqn))
         cast = [
             x.astype(var.aval.dtype) if is_half(var.aval) else x
             for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
@@ -226,7 +325,12 @@ class _Rounding(Visitor):
             key = Key(group, sources, fact.is_cotangent)
             if is_matmul or fact.is_pending:
                 values[i] = self._round(values[i], key)
-            if self.with_fp8 and is_matmul and self.groups[group].param and i < 2:
+            if (
+                self.with_fp8
+                and is_matmul
+                and self.emulation.groups[group].param
+                and i < 2
+            ):
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
         if name not in _EXACT:
@@ -245,8 +349,8 @@ class _Rounding(Visitor):
             return x
         made = self.frame.made
         if (key, id(x)) not in made:
-            row = self.rows.setdefault(key, len(self.rows))
-            form = self.table[row]
+            rows = self.emulation.rows
+            form = self.table[rows.setdefault(key, len(rows))]
             made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
         return made[key, id(x)][1]
 
@@ -278,14 +382,7 @@ class _Rounding(Visitor):
 
 def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     """Runs an equation with f32 in place of 16 bits."""
-    changes: dict[str, object] = {
-        key: np.dtype(np.float32)
-        for key, value in eqn.params.items()
-        if isinstance(value, np.dtype) and str(value) in HALF
-    }
-    if primitive_name(eqn) in MATMULS:
-        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
-    return bind(eqn, [as_array(x) for x in values], **changes)
+    return bind(eqn, [as_array(x) for x in values], **f32_params(eqn, is_half))
 
 
 def _is_cotangent(op: Op) -> bool:
@@ -294,11 +391,8 @@ def _is_cotangent(op: Op) -> bool:
 
 
 def _sources(op: Op) -> tuple[int, ...]:
-    """Returns the matmuls that make an operation run in 16 bits.
-
-    In the backward pass it does if its forward operation did. An operand that was cast for
-    it is no reason.
-    """
+    """Returns the matmuls that make an operation, or its forward one, run in 16 bits."""
+    # An operand that was cast for it is no reason.
     known = [fact for fact in op.facts if fact.sources and not fact.is_pending]
     forward = [fact for fact in known if not fact.is_cotangent]
     return tuple(sorted({x for fact in forward or known for x in fact.sources}))
@@ -353,19 +447,19 @@ class Emulation:
         *,
         with_fp8: bool = True,
     ) -> None:
-        forward, self.groups = labelled(func, args, kwargs)
-        # Under `amp`, with labels; and what is run as it is written.
-        self.program, self.opaque = gradient(forward), set[str]()
-        self._rows: dict[Key, int] = {}
+        # In place of fused attention its equations, so that its parts are judged.
+        forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
+        labels, (body, consts) = _Labels(), open_jaxpr(forward.jaxpr)
+        jaxpr = jax.make_jaxpr(
+            lambda *arrays: labels.run(body, consts, arrays, forward.known, ())[0]
+        )(*forward.arrays)
+        self.groups = list(labels.groups)
+        # Under `amp`, with labels as positions among the groups; and what runs as written.
+        self.program, self.opaque = gradient(forward._replace(jaxpr=jaxpr)), set[str]()
+        self.rows: dict[Key, int] = {}
 
         def run(arrays: Sequence[Array], table: Array) -> list[Array]:
-            visitor = _Rounding(
-                groups=self.groups,
-                table=table,
-                rows=self._rows,
-                opaque=self.opaque,
-                with_fp8=with_fp8,
-            )
+            visitor = _Rounding(emulation=self, table=table, with_fp8=with_fp8)
             body, consts = open_jaxpr(self.program.jaxpr)
             outs, _ = visitor.run(body, consts, arrays, [Fact()] * len(arrays), ())
             return [jnp.asarray(x, np.float32) for x in outs[1:]]
@@ -377,7 +471,7 @@ class Emulation:
 
     def gradient(self, rounds: Rounded) -> list[Array]:
         """Returns the gradient with groups rounded."""
-        rows = [rounds.row(key) for key in self._rows] or [_F32]
+        rows = [rounds.row(key) for key in self.rows] or [_F32]
         return self._run(self.program.arrays, np.array(rows, np.float32))
 
     @functools.cached_property
@@ -387,18 +481,15 @@ class Emulation:
 
     def groups_of(self, *, eight: bool = False) -> frozenset[int]:
         """Returns the groups that round, or those that fp8 may quantise."""
-        return frozenset(key.group for key in self._rows if key.is_eight == eight)
+        return frozenset(key.group for key in self.rows if key.is_eight == eight)
 
 
 @jax.jit
 def _squares(grads: list[Array], exact: list[Array]) -> list[Array]:
     """Returns for each gradient the squared norms of its change, of it and of the exact."""
-
-    def square(x: Array) -> Array:
-        return jnp.sum(jnp.square(x.astype(np.float32)))
-
-    pairs = zip(grads, exact, strict=True)
-    return [jnp.stack([square(x - y), square(x), square(y)]) for x, y in pairs]
+    rows = [(x - y, x, y) for x, y in zip(grads, exact, strict=True)]
+    wide = [[x.astype(np.float32) for x in row] for row in rows]
+    return [jnp.stack([jnp.sum(jnp.square(x)) for x in row]) for row in wide]
 
 
 def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:

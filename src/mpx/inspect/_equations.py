@@ -6,7 +6,7 @@ results of its shadow; only sums in fewer than 32 bits are left to XLA.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,10 +39,12 @@ _SUMS = names(
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp scatter-add scatter-mul "
     "reduce_window_sum select_and_scatter_add"
 )
-_PICKS = SHAPE_ONLY.union(
+# Their results are numbers of their operands.
+PICKS = SHAPE_ONLY.union(
     names(
         "select_n gather dynamic_slice dynamic_update_slice concatenate pad stop_gradient "
-        "copy_p optimization_barrier name sort reduce_max reduce_min max min"
+        "copy_p optimization_barrier name sort max min reduce_max reduce_min clamp cummax "
+        "cummin split unstack reduce_window_max select_and_gather_add"
     )
 )
 _COMPARISONS = names("eq ne lt le gt ge")
@@ -98,8 +100,7 @@ def run_as_written(
 ) -> list[Array]:
     """Runs an equation on arrays, cast to its own dtypes.
 
-    `in_turn` rounds a sum in low precision after each term. XLA does that or not, depending
-    on the shape and on what it fuses the sum with.
+    `in_turn` rounds a sum in low precision after each term, as XLA does in some fusions.
     """
     name, pairs = primitive_name(eqn), zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
@@ -138,21 +139,27 @@ def _wide(eqn: Equation, args: Sequence[Array], axes: Axes) -> list[Array]:
         return list(args)
     if not axes and (part := _sliced(eqn, args)) is not None:
         return [part]
-    changes: dict[str, Any] = {
-        key: F32
-        for key in ("preferred_element_type", "new_dtype", "dtype", "out_dtype")
-        if eqn.params.get(key) is not None
-        and is_low(jax.ShapeDtypeStruct((), eqn.params[key]))
-    }
-    if name in MATMULS and "precision" in eqn.params:
-        changes["precision"] = lax.Precision.HIGHEST
     try:
-        return [widened(x) for x in _bind(eqn, args, axes, **changes)]
+        return [widened(x) for x in _bind(eqn, args, axes, **f32_params(eqn))]
     except (TypeError, ValueError, NotImplementedError):
         # A primitive of someone else that takes only the dtypes it was traced with.
         pairs = zip(args, eqn.invars, strict=True)
         operands = [as_operand(x, atom.aval) for x, atom in pairs]
         return [widened(x) for x in _bind(eqn, operands, axes)]
+
+
+def f32_params(
+    eqn: Equation, is_narrow: Callable[[object], bool] = is_low
+) -> dict[str, Any]:
+    """Returns the parameters that change for an equation to compute in f32."""
+    changes: dict[str, Any] = {
+        key: F32
+        for key, x in eqn.params.items()
+        if isinstance(x, np.dtype) and is_narrow(np.empty((), x))
+    }
+    if primitive_name(eqn) in MATMULS and "precision" in eqn.params:
+        changes["precision"] = lax.Precision.HIGHEST  # or GPUs round to TF32
+    return changes
 
 
 def _sliced(eqn: Equation, args: Sequence[Array]) -> Array | None:
@@ -205,7 +212,7 @@ def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
 def only_moves(eqn: Equation) -> bool:
     """Returns whether an equation returns numbers of its operands, none of them rounded."""
     if primitive_name(eqn) != "convert_element_type":
-        return primitive_name(eqn) in _PICKS
+        return primitive_name(eqn) in PICKS
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if not is_float(before) or not is_float(after):
         return False
@@ -215,10 +222,9 @@ def only_moves(eqn: Equation) -> bool:
 
 # --- Comparisons of nearly equal numbers ----------------------------------------------
 #
-# A rectifier passes a number or not, a maximum is one of two almost equal numbers: each
-# rounding turns over a few such decisions, and each changes the gradient by much more than
-# the rounding. The shadow decides such ties as the program does, and so do the runs that
-# are compared with the shadow.
+# Each rounding turns over a few decisions, as of a rectifier, and each of them changes the
+# gradient by much more than the rounding. The shadow decides such ties as the program does,
+# and so do the runs that are compared with the shadow.
 
 
 def is_decision(eqn: Equation) -> bool:
@@ -229,21 +235,14 @@ def is_decision(eqn: Equation) -> bool:
 def settled(
     args: Sequence[Array], own: Array, other: np.ndarray, eps: float
 ) -> np.ndarray:
-    """Returns a decision, with that of another run where the numbers are nearly equal.
-
-    `eps` is the distance of numbers in the coarsest format of the program.
-    """
+    """Returns a decision, with that of another run where the numbers are nearly equal."""
     x, y = (np.asarray(to_host(x)).astype(np.float32) for x in args)
     if all(np.array_equal(z, np.round(z)) for z in (x, y)):
         return np.asarray(own)  # they are counted or masks, and exact
+    sizes = [z[np.isfinite(z)].astype(np.float64) for z in (x, y)]  # root mean squares
+    margin = _ROUNDINGS * eps * sum(np.sqrt(np.mean(z**2)) for z in sizes if z.size)
     with np.errstate(all="ignore"):
-        margin = _ROUNDINGS * eps * (_root_mean_square(x) + _root_mean_square(y))
         return np.where(np.abs(x - y) <= margin, other, own)
-
-
-def _root_mean_square(x: Numbers) -> float:
-    x = x[np.isfinite(x)].astype(np.float64)
-    return float(np.sqrt(np.mean(x**2))) if x.size else 0.0
 
 
 # --- Shards ---------------------------------------------------------------------------

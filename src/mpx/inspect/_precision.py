@@ -1,6 +1,5 @@
 """In which dtype each operation of a program computes, why, and what stays in memory."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +29,6 @@ _MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
 _REFERENCES = ("get", "swap", "addupdate", "ref_new")
 _PROMOTED = "promoted by "
 
-Reason = Callable[[Equation, Place], str]
-"""Says why a matmul is f32."""
-
 
 class Matmul(NamedTuple):
     """A matmul, a convolution or fused attention of a program."""
@@ -44,8 +40,8 @@ class Matmul(NamedTuple):
     times: int  # how often it runs
     flops: int  # two operations for each multiplication, of all these times
     bytes: int  # of its operands and its result, of all these times
-    # Why it is f32: the decision of `amp`, or what makes its operands f32. In the backward
-    # pass, that of the forward pass if it is f32, too. "" for no f32
+    # Why it is f32: the decision of `amp`, or what makes its operands f32; in the backward
+    # pass, that of the forward pass. "" for no f32
     reason: str
 
 
@@ -64,13 +60,23 @@ def operations(
 ) -> tuple[tuple[Matmul, ...], tuple[Kept, ...], tuple[Kept, ...]]:
     """Returns the matmuls of a program, what is promoted to f32, and what is opaque."""
     why, promoting = _causes(full)
-    reason = _reasons(full, why)
+    decided = {
+        (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
+        for x in full.recording.decisions
+        if x.primitive in _MULTIPLIES and "float32" in x.after
+    }
+    forward: dict[tuple[str, str], str] = {}  # the reasons of f32 in the forward pass
     matmuls: dict[Matmul, Matmul] = {}
     promoted, opaque = list[Kept](), list[Kept]()
     for here, place in sites(full):
-        eqn = here.eqn
+        eqn, line = here.eqn, (place.source, place.param)
         if place.primitive in _MULTIPLIES:
-            found = _matmul(here, place, reason)
+            shapes = tuple(tuple(x.aval.shape) for x in eqn.invars[:2])
+            key = place.primitive, place.source, shapes
+            reason = decided.get(key, why.get(id(eqn), ""))
+            found = _matmul(here, place, forward.get(line, reason))
+            if found.reason and not place.backward:
+                forward[line] = found.reason
             same = found._replace(times=0, flops=0, bytes=0)
             before = matmuls.get(same, same)
             matmuls[same] = found._replace(
@@ -84,8 +90,7 @@ def operations(
             opaque.append(_kept(place, REASONS["pallas_call"]))
     rows = tuple(matmuls.values())
     wide = [_kept(x.place, x.reason) for x in rows if x.reason and not x.place.backward]
-    kept = tuple(dict.fromkeys([*wide, *promoted]))
-    return rows, kept, tuple(dict.fromkeys(opaque))
+    return rows, tuple(dict.fromkeys([*wide, *promoted])), tuple(dict.fromkeys(opaque))
 
 
 def _kept(place: Place, reason: str) -> Kept:
@@ -101,7 +106,7 @@ def _is_opaque(eqn: Equation) -> bool:
     return not any("mpx_" in str(x.params.get("name")) for x in inside)
 
 
-def _matmul(here: Position, place: Place, reason: Reason) -> Matmul:
+def _matmul(here: Position, place: Place, reason: str) -> Matmul:
     eqn, times = here.eqn, here.times
     operands = eqn.invars[: 3 if place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
@@ -118,28 +123,8 @@ def _matmul(here: Position, place: Place, reason: Reason) -> Matmul:
         times=times,
         flops=flops(eqn) * times,
         bytes=size * times,
-        reason=reason(eqn, place) if is_wide else "",
+        reason=reason if is_wide else "",
     )
-
-
-def _reasons(full: Program, why: dict[int, str]) -> Reason:
-    """Returns the reason of each matmul in f32; the forward ones are asked for first."""
-    decided = {
-        (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
-        for x in full.recording.decisions
-        if x.primitive in _MULTIPLIES and "float32" in x.after
-    }
-    forward: dict[tuple[str, str], str] = {}
-
-    def reason(eqn: Equation, place: Place) -> str:
-        own, line = why.get(id(eqn), ""), (place.source, place.param)
-        if place.backward:
-            return forward.get(line, own)
-        shapes = tuple(tuple(x.aval.shape) for x in eqn.invars[:2])
-        found = decided.get((place.primitive, place.source, shapes), own)
-        return forward.setdefault(line, found)
-
-    return reason
 
 
 # --- Why values are f32 ---------------------------------------------------------------
@@ -153,20 +138,19 @@ class _Cause(NamedTuple):
 
 
 def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
-    """Returns why values of a program are f32, by the `id` of equations.
-
-    The first table says why the operands of an equation are, if one is. The second holds
-    the equations that make f32 from a 16-bit operand and one that is f32, and what that is.
-    """
-    operands: dict[int, str] = {}
-    promoted: dict[int, str] = {}
+    """Returns why values of a program are f32, by the `id` of equations."""
+    operands: dict[int, str] = {}  # why an operand is f32
+    promoted: dict[int, str] = {}  # what makes f32 from a 16-bit operand
 
     def rule(name: str, eqn: Equation, labels: list[_Cause | None]) -> _Cause | None:
-        known = [
-            _literal(atom) if isinstance(atom, Literal) else label
-            for atom, label in zip(eqn.invars, labels, strict=True)
-        ]
-        wide = [cause for cause in known if cause is not None]
+        labels = list(labels)
+        for i, x in enumerate(eqn.invars):
+            is_wide = isinstance(x, Literal) and is_f32(x.aval)
+            if is_wide and not getattr(
+                x.aval, "weak_type", False
+            ):  # as Python's numbers
+                labels[i] = _Cause(f"the f32 constant {x.val}")
+        wide = [cause for cause in labels if cause is not None]
         source = source_of(source_frames(eqn))
         if wide:
             # What is cast on the line of the operation is promoted by the other operand.
@@ -193,21 +177,14 @@ def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
         for var, name in zip(open_jaxpr(full.jaxpr)[0].invars, full.names, strict=True)
         if is_f32(var.aval)
     }
-    Flow(rule, constant=_closed_over).run(full.jaxpr, labels)
+
+    def closed_over(x: PyTree) -> _Cause | None:
+        if not is_f32(x):
+            return None
+        return _Cause(f"a closed-over f32[{','.join(map(str, x.shape))}] array")
+
+    Flow(rule, constant=closed_over).run(full.jaxpr, labels)
     return operands, promoted
-
-
-def _closed_over(value: PyTree) -> _Cause | None:
-    if not is_f32(value):
-        return None
-    return _Cause(f"a closed-over f32[{','.join(map(str, value.shape))}] array")
-
-
-def _literal(atom: PyTree) -> _Cause | None:
-    """Returns the cause that is a number; Python's own numbers promote nothing."""
-    if not is_f32(atom.aval) or getattr(atom.aval, "weak_type", False):
-        return None
-    return _Cause(f"the f32 constant {atom.val}")
 
 
 def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:

@@ -106,8 +106,7 @@ def program(
 ) -> Program:
     """Traces a call of a function, of any framework, under any transformation of mpx.
 
-    Arrays may be given as `jax.ShapeDtypeStruct`. Others may be traced in their place:
-    `shapes`, in the order of `Program.arrays`.
+    `shapes` are traced in place of the arrays, in the order of `Program.arrays`.
     """
     _check_names(func, kwargs)
     # A module under `amp` or `fp8` is an argument of the program, too.
@@ -132,10 +131,11 @@ def program(
     chosen = {name.argument for name, is_param in found if is_param} - states
     if "" in chosen:
         chosen = {""}
-    is_param = [x and name.argument in chosen for name, x in found]
-    if not chosen:
-        first = next((x for x in named if x not in states), None)
-        is_param = [name.argument == first for name, _ in found]
+    first = next((x for x in named if x not in states), None)
+    is_param = [
+        is_param and name.argument in chosen if chosen else name.argument == first
+        for name, is_param in found
+    ]
     params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
     return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
 
@@ -146,17 +146,15 @@ def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None
         known = inspect.signature(func).parameters
     except (TypeError, ValueError):  # some builtins have none
         return
-    if any(x.kind is x.VAR_KEYWORD for x in known.values()):
-        return
-    for name in kwargs:
-        if name not in known:
-            what = getattr(func, "__name__", type(func).__name__)
-            raise TypeError(
-                f"`{what}` takes no argument `{name}`; what an inspection does not know is "
-                f"passed on to the function. It has {', '.join(known) or 'no arguments'}. "
-                "Apply a policy first: `mpx.amp(fn, ...)`, `mpx.fp8(fn)`, or a cast by "
-                "`mpx.Policy` inside the function."
-            )
+    unknown = next((name for name in kwargs if name not in known), None)
+    if unknown and not any(x.kind is x.VAR_KEYWORD for x in known.values()):
+        what = getattr(func, "__name__", type(func).__name__)
+        raise TypeError(
+            f"`{what}` takes no argument `{unknown}`; what an inspection does not know is "
+            f"passed on to the function. It has {', '.join(known) or 'no arguments'}. "
+            "Apply a policy first: `mpx.amp(fn, ...)`, `mpx.fp8(fn)`, or a cast by "
+            "`mpx.Policy` inside the function."
+        )
 
 
 def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]:
@@ -172,10 +170,7 @@ def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]
 
 
 def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
-    """Returns the program that computes the loss and the gradient of each parameter.
-
-    `scaling` scales the loss; the gradients are divided by the scale, in f32.
-    """
+    """Returns the program of the loss and the (unscaled) gradient of each parameter."""
     if not forward.has_loss:
         first = next(iter(forward.jaxpr.out_avals), "nothing")
         raise TypeError(
@@ -244,14 +239,6 @@ def place_of(
     )
 
 
-def frames_of(*eqns: Equation) -> Frames:
-    """Returns the user's frames of the last equation that has some.
-
-    Inside a jitted function of a library the equations have none: give those around them.
-    """
-    return next(filter(None, map(source_frames, reversed(eqns))), ())
-
-
 class _Label(NamedTuple):
     """What is known of a value."""
 
@@ -263,11 +250,7 @@ class _Label(NamedTuple):
 
 
 def sites(full: Program) -> list[tuple[Position, Place]]:
-    """Returns the equations of a program and of all jaxprs inside it, with their places.
-
-    An equation that holds jaxprs comes before what is inside it. Of a conditional, the
-    branch with the most work counts.
-    """
+    """Returns the equations of a program and of all jaxprs inside it, with their places."""
     found = _Sites(full.made)
     found.run(full.jaxpr, [_Label(name, name) for name in full.known])
     return found.sites
@@ -286,8 +269,8 @@ class _Sites(Walk[_Label]):
     ) -> list[_Label]:
         before, made = self._grads, self._made
         if around.callers:
-            eqn = around.callers[-1]
-            made = [] if primitive_name(eqn) == "while" else self._feeds(eqn)
+            is_while = primitive_name(around.callers[-1]) == "while"
+            made = [] if is_while else self._feeds(around.callers[-1])
         self._grads = pull(jaxpr, made, _PASSES)
         outs = super().run(jaxpr, labels, around)
         self._grads = before
@@ -304,7 +287,9 @@ class _Sites(Walk[_Label]):
             operands += [label.origin for label in labels[:2]]
         if backward:
             operands += self._feeds(eqn)
-        frames = frames_of(*here.callers, eqn)
+        # Inside a jitted function of a library the equations have no frames of the user.
+        eqns = (eqn, *reversed(here.callers))
+        frames = next(filter(None, map(source_frames, eqns)), ())
         place = place_of(eqn, operands, here.scopes, frames, backward=backward)
         self.sites.append((here, place))
         return _results(eqn, labels)
@@ -313,7 +298,7 @@ class _Sites(Walk[_Label]):
         self, eqn: Equation, labels: list[_Label]
     ) -> list[tuple[Jaxpr, list[_Label]]]:
         found = super().bodies(eqn, labels)
-        if primitive_name(eqn) == "cond":
+        if primitive_name(eqn) == "cond":  # the branch with the most work counts
             return [max(found, key=lambda x: matmul_flops(x[0], lambda _: "").total())]
         return found
 

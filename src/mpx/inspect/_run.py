@@ -8,6 +8,7 @@ whatever went wrong before it.
 """
 
 import dataclasses
+import functools
 import heapq
 import math
 import operator
@@ -33,7 +34,7 @@ from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import (
     Array,
     Axes,
-    as_operand,
+    Numbers,
     is_decision,
     join,
     low_format,
@@ -49,14 +50,14 @@ from mpx.inspect._equations import (
 from mpx.inspect._program import Name
 
 NAN, PLUS, MINUS = 1, 2, 3
-"""Classes of numbers that are not finite; 0 stands for a finite one."""
+"""Classes of numbers that are not finite."""
+Classes = np.ndarray | None
+"""Those among some numbers; `None` if all are finite."""
 Lanes = tuple[Array, ...]
 """A value in f32; in a recording, that of the program and that of its shadow."""
 Ref = tuple[int, int]
 """A value of a run: the number of the node that made it, and which result it is."""
 NO_REF: Ref = (-1, 0)
-SHARDS = -1
-"""Marks a value that was split into shards, or joined."""
 Site = tuple[str, bool]
 """The equations that one source line has made: the line, and whether it is backward."""
 
@@ -82,7 +83,6 @@ class Around(NamedTuple):
     axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
 
     def in_step(self, step: int, length: int = 0) -> "Around":
-        """Returns what is around the body of a loop in one of its steps."""
         return self._replace(steps=(*self.steps, (step, length)))
 
     def site(self, eqn: Equation) -> Site:
@@ -94,11 +94,9 @@ class Around(NamedTuple):
 class Run:
     """Runs a program in f32, with the equations of some sites in their own precision.
 
-    A run goes through each step of a loop and takes one branch, and notes that in `choices`.
     With a recording, the run takes its branches, its steps and its decisions between nearly
     equal numbers, except at the site `free`. In the equation of `constant` the number takes
-    the place of those that are written in it. A `while` loop is left after `most_steps`;
-    `is_cut` tells that one was.
+    the place of those that are written in it.
     """
 
     def __init__(
@@ -115,8 +113,10 @@ class Run:
         self._recording, self._free, self._constant = recording, free, constant
         self._given = None if recording is None else iter(recording.choices)
         self._decisions = iter(() if recording is None else recording.decisions)
-        self.choices: list[int] = []
-        self.is_cut = False
+        self.choices: list[int] = []  # the branches and steps that were taken
+        self.is_cut = False  # whether a loop was left after `most_steps`
+        # Loops that have ended in f32 only, what they then held, the step and the test
+        self.parted: list[tuple[Equation, Values, int, Value]] = []
         self._ends: dict[int, list[list[Any]]] = {}
         self._known: dict[int, tuple[Any, ...]] = {}
 
@@ -124,26 +124,17 @@ class Run:
         """Returns a constant in each lane."""
         return (widened(to_host(x)),)
 
-    def source(
-        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
-    ) -> Value:
-        """Returns a value stacked from others, or a part of one."""
+    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
+        """Returns a value that no equation has made: an input, a part, or a stack."""
         return Value(lanes)
-
-    def lanes_part(
-        self, eqn: Equation, operands: Values, step: int, test: Value
-    ) -> None:
-        """Is told that a `while` loop has ended in some lanes and not in others."""
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation without jaxprs inside, in the precision that its site has."""
         args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
         if self._constant is not None and eqn is self._constant[0]:
-            number, pairs = self._constant[1], zip(args, eqn.invars, strict=True)
-            args = [
-                np.float32(number) if isinstance(atom, Literal) else x
-                for x, atom in pairs
-            ]
+            number = np.float32(self._constant[1])
+            pairs = zip(args, eqn.invars, strict=True)
+            args = [number if isinstance(atom, Literal) else x for x, atom in pairs]
         is_low = low_format(eqn) is not None
         if is_low and (only_moves(eqn) or not self._low(site)):
             outs = run_in_f32(eqn, args, axes)
@@ -209,14 +200,10 @@ class Run:
         return self.choices[-1]
 
     def _cond(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        index, *rest = operands
-        branches = eqn.params["branches"]
-
-        def decide() -> int:
-            chosen = np.asarray(index.lanes[0]).reshape(-1)[0]
-            return int(np.clip(chosen, 0, len(branches) - 1))
-
-        return self(branches[self._choose(decide)], rest, around)
+        index, branches = operands[0].lanes[0], eqn.params["branches"]
+        last = len(branches) - 1
+        chosen = self._choose(lambda: int(np.clip(np.ravel(index)[0], 0, last)))
+        return self(branches[chosen], operands[1:], around)
 
     def _while(self, eqn: Equation, operands: Values, around: Around) -> Values:
         params = eqn.params
@@ -229,8 +216,8 @@ class Run:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
             lanes = [bool(np.all(x)) for x in test.lanes]
-            if any(lanes) and not all(lanes):
-                self.lanes_part(eqn, [*tests, *consts, *carry], step, test)
+            if lanes[0] and not all(lanes):
+                self.parted.append((eqn, [*tests, *consts, *carry], step, test))
             self.is_cut |= all(lanes) and step >= self._most_steps
             return int(all(lanes) and step < self._most_steps)
 
@@ -244,52 +231,47 @@ class Run:
         length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
         consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
         carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
-        collected: list[Values] = [[] for _ in eqn.outvars[n_carry:]]
-        depth = len(around.axes)
+        rows, depth = list[Values](), len(around.axes)
         for step in range(length)[::order]:
             at = (slice(None),) * depth + (step,)
-            parts = [self._part(x, step, operator.getitem, at) for x in xs]
+            parts = [self._moved(x, operator.itemgetter(at)) for x in xs]
             inside = around.in_step(step, length)
             outs = self(eqn.params["jaxpr"], [*consts, *carry, *parts], inside)
             carry = outs[:n_carry]
-            for kept, out in zip(collected, outs[n_carry:], strict=True):
-                kept.append(out)
-        pairs = zip(collected, eqn.outvars[n_carry:], strict=True)
-        stacked = [self._stack(kept[::order], var, depth) for kept, var in pairs]
+            rows.append(outs[n_carry:])
+        stacked = [
+            self._stack([row[i] for row in rows[::order]], var, depth)
+            for i, var in enumerate(eqn.outvars[n_carry:])
+        ]
         return [*carry, *stacked]
 
     def _stack(self, values: Values, var: Any, depth: int) -> Value:
         if not values:
             return self.source(self.lanes_of(np.zeros(var.aval.shape, var.aval.dtype)))
-        first, *others = zip(*(x.lanes for x in values), strict=True)
-        lanes = [_stacked(first, depth)]
-        for lane in others:
-            is_one = all(map(operator.is_, lane, first))
-            lanes.append(lanes[0] if is_one else _stacked(lane, depth))
-        return self.source(tuple(lanes), [x.ref for x in values])
+        is_numpy = isinstance(values[0].lanes[0], np.ndarray | np.generic)
+        stack = np.stack if is_numpy else jnp.stack  # of PRNG keys
+        lanes = _in_lanes(lambda *xs: stack(xs, depth), values)
+        return self.source(lanes, [x.ref for x in values])
 
     def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
         axes, params = mapped_axes(eqn), eqn.params
         pairs = zip(operands, params["in_specs"], strict=True)
-        inputs = [self._part(x, SHARDS, split, spec, axes) for x, spec in pairs]
+        inputs = [self._moved(x, lambda y, s=s: split(y, s, axes)) for x, s in pairs]
         outs = self(params["jaxpr"], inputs, around._replace(axes=axes))
         pairs = zip(outs, params["out_specs"], strict=True)
-        return [self._part(x, SHARDS, join, spec, axes) for x, spec in pairs]
+        return [self._moved(x, lambda y, s=s: join(y, s, axes)) for x, s in pairs]
 
-    def _part(
-        self, x: Value, part: int, func: Callable[..., Array], *args: Any
-    ) -> Value:
-        """Applies a function to each lane; lanes that are one array stay one."""
-        first, *rest = x.lanes
-        result = func(first, *args)
-        lanes = (result, *(result if y is first else func(y, *args) for y in rest))
-        return self.source(lanes, [x.ref], part)._replace(name=x.name)
+    def _moved(self, x: Value, func: Callable[[Array], Array]) -> Value:
+        return self.source(_in_lanes(func, [x]), [x.ref])._replace(name=x.name)
 
 
-def _stacked(arrays: Sequence[Array], axis: int) -> Array:
-    """Stacks arrays; PRNG keys too."""
-    is_numpy = isinstance(arrays[0], np.ndarray | np.generic)
-    return np.stack(arrays, axis) if is_numpy else jnp.stack(arrays, axis)
+def _in_lanes(func: Callable[..., Array], values: Values) -> Lanes:
+    """Applies a function to each lane; lanes that are one array stay one."""
+    first, *others = zip(*(x.lanes for x in values), strict=True)
+    result = func(*first)
+    same = [all(map(operator.is_, lane, first)) for lane in others]
+    pairs = zip(others, same, strict=True)
+    return (result, *(result if is_same else func(*lane) for lane, is_same in pairs))
 
 
 # --- A recorded run -------------------------------------------------------------------
@@ -305,8 +287,8 @@ class Stats:
     not finite that is finite in the shadow.
     """
 
-    classes: np.ndarray | None = None  # of the program's numbers; `None`: all finite
-    shadow_classes: np.ndarray | None = None
+    classes: Classes = None  # of the program's numbers
+    shadow_classes: Classes = None
     shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
     own: tuple[float, float] = _NONE
     largest: float = 0.0  # magnitude in the shadow that is finite
@@ -314,8 +296,6 @@ class Stats:
     zeros: bool = False  # whether the program has one
     deviation: float = 0.0  # of the program from the shadow
     error: float = 0.0  # of the local result
-    worst: float = 0.0  # local error of a number, relative to that number
-    flushed: float = 0.0  # share of nonzero numbers that are zero in the local result
     local_is_finite: bool = True  # where the shadow is
 
 
@@ -329,7 +309,6 @@ class Node:
     parents: tuple[Ref, ...]
     stats: list[Stats]  # of each result
     format: Format | None = None  # the coarsest below f32 that it uses
-    part: int | None = None  # of its parent; `None` if it is stacked from its parents
     written: tuple[float, ...] = ()  # operands that are numbers in the code
 
     @property
@@ -349,11 +328,7 @@ class Node:
 
 
 class Recording(Run):
-    """Runs a program in its own precision and in f32, and measures each result.
-
-    `endless` has a row for each loop that ends in f32 but not in its own precision: the node
-    that compares, the steps in f32, and those that were not enough.
-    """
+    """Runs a program in its own precision and in f32, and measures each result."""
 
     def __init__(self) -> None:
         super().__init__(most_steps=math.inf)
@@ -361,33 +336,29 @@ class Recording(Run):
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
         self.eps = 0.0  # of the coarsest format met so far
         self.turned: set[int] = set()  # nodes that compare with another result in f32
-        self.endless: list[tuple[int, int, int]] = []
 
-    def lanes_part(
-        self, eqn: Equation, operands: Values, step: int, test: Value
-    ) -> None:
-        """Looks whether a loop that has ended in f32 ends in its own precision, too."""
-        if not np.all(test.lanes[0]):
-            return
-        most = 4 * step + 16
-        own = Run(lambda _: True, most_steps=most)
-        own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
-        if own.is_cut:
-            before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
-            compares = (i for i, x in before if x is not None and is_decision(x))
-            self.endless.append((next(compares, test.ref[0]), step, step + most))
+    @functools.cached_property
+    def endless(self) -> list[tuple[int, int, int]]:
+        """Loops that end in f32 only: what compares, the steps, and those not enough."""
+        found = []
+        for eqn, operands, step, test in self.parted:
+            most = 4 * step + 16
+            own = Run(lambda _: True, most_steps=most)
+            own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
+            if own.is_cut:
+                before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
+                compares = (i for i, x in before if x is not None and is_decision(x))
+                found.append((next(compares, test.ref[0]), step, step + most))
+        return found
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
         x = to_host(x)
         return x, widened(x)
 
-    def source(
-        self, lanes: Lanes, parts: Sequence[Ref] = (), part: int | None = None
-    ) -> Value:
+    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
         """Notes a value that no equation has made."""
-        stats = [_compare(*lanes)]
-        self.nodes.append(Node(None, Around(), (), tuple(parts), stats, part=part))
+        self.nodes.append(Node(None, Around(), (), tuple(parents), [_compare(*lanes)]))
         return Value(lanes, (len(self.nodes) - 1, 0))
 
     def input(self, x: Array, name: Name, is_param: bool) -> Value:
@@ -406,10 +377,8 @@ class Recording(Run):
         else:
             shadow = local = run_in_f32(eqn, wide, around.axes)
             if low is not None and not only_moves(eqn):
-                agree = _agree(eqn, own, wide)
-                local = outs if agree else run_as_written(eqn, wide, around.axes)
-        if low is not None:
-            self.eps = max(self.eps, low.eps)
+                local = run_as_written(eqn, wide, around.axes)
+        self.eps = max(self.eps, low.eps if low else 0.0)
         if is_decision(eqn) and not around.axes:
             if shadow is not outs:
                 free = shadow[0]
@@ -417,6 +386,7 @@ class Recording(Run):
                 if not np.array_equal(shadow[0], free):
                     self.turned.add(len(self.nodes))
             self.decisions.append(np.asarray(shadow[0]))
+        written = [x.lanes[0] for x in operands if x.ref == NO_REF]
         node = Node(
             eqn,
             around,
@@ -424,7 +394,7 @@ class Recording(Run):
             parents=tuple(x.ref for x in operands),
             stats=[_compare(*x) for x in zip(outs, shadow, local, strict=True)],
             format=low,
-            written=tuple(_written(operands)),
+            written=tuple(float(x) for x in written if is_float(x) and not np.ndim(x)),
         )
         self.nodes.append(node)
         lanes, index = zip(outs, shadow, strict=True), len(self.nodes) - 1
@@ -441,10 +411,7 @@ class Recording(Run):
     def before(
         self, starts: Iterable[int], passes: Callable[[Node], bool] = lambda _: True
     ) -> Iterator[int]:
-        """Yields nodes and what they are made from, the latest first.
-
-        What a node is made from is looked at only if `passes` says so.
-        """
+        """Yields nodes and what those that pass are made from, the latest first."""
         queue, seen = [-start for start in starts], set[int]()
         heapq.heapify(queue)
         while queue:
@@ -464,28 +431,10 @@ class Recording(Run):
         return node.around.site(node.eqn)
 
 
-def _written(operands: Values) -> Iterator[float]:
-    for x in operands:
-        if x.ref == NO_REF and is_float(x.lanes[0]) and np.ndim(x.lanes[0]) == 0:
-            yield float(x.lanes[0])
-
-
-def _agree(eqn: Equation, own: Sequence[Array], wide: Sequence[Array]) -> bool:
-    """Returns whether the operands of program and shadow are the same when rounded."""
-    for x, y, atom in zip(own, wide, eqn.invars, strict=True):
-        if x is not y:
-            a, b = to_host(x), to_host(as_operand(y, atom.aval))
-            if not np.array_equal(a, b, equal_nan=is_float(a)):
-                return False
-    return True
-
-
-def _classes(x: np.ndarray) -> np.ndarray | None:
-    finite = np.isfinite(x)
-    if finite.all():
-        return None
-    kinds = np.where(np.isnan(x), NAN, np.where(x > 0, PLUS, MINUS))
-    return np.asarray(np.where(finite, 0, kinds), np.int8)
+def _classes(x: Numbers) -> Classes:
+    tests = (np.isnan, NAN), (np.isposinf, PLUS), (np.isneginf, MINUS)
+    found = [kind for test, kind in tests if test(x).any()]
+    return np.array(found) if found else None
 
 
 def _ends(x: np.ndarray) -> tuple[float, float]:
@@ -518,18 +467,11 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
         if not stats.local_is_finite:
             stats.error = math.inf
         if nonzero.any():
-            magnitudes = np.abs(s[nonzero])
-            stats.smallest = float(magnitudes.min())
-            stats.worst = float((np.abs(error[nonzero]) / magnitudes).max())
-            stats.flushed = float(np.mean(t[nonzero] == 0))
+            stats.smallest = float(np.abs(s[nonzero]).min())
     return stats
 
 
-def _relative_norm(
-    error: np.ndarray | np.generic, value: np.ndarray | np.generic
-) -> float:
+def _relative_norm(error: Numbers, value: Numbers) -> float:
     """Returns the 2-norm of an error relative to that of a value."""
-    size = float(np.linalg.norm(value.astype(np.float64)))
-    if size == 0:
-        return 0.0 if not np.any(error) else math.inf
-    return float(np.linalg.norm(error.astype(np.float64))) / size
+    size, off = (float(np.linalg.norm(x.astype(np.float64))) for x in (value, error))
+    return off / size if size else math.inf if off else 0.0

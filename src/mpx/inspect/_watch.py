@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from mpx._jax._tree import (
     all_finite,
     check_same_structure,
     is_floating,
-    map_with_name,
     named_leaves,
 )
 from mpx._jax._warn import warn
@@ -42,7 +41,7 @@ class Observation:
         loss: The loss, f32[], or `None`.
         finite: Whether the step was taken, bool[].
         scale: The loss scale of the step, f32[], or `None` if that is not known.
-        scaling: The metrics of the loss scaling for the next step, by name.
+        next_scale: The loss scale of the next step, f32[], or `None` if there is none.
         grads: The exponents of the gradients, an `ExponentStats`, or `None`.
         stuck: By parameter, how many of its numbers have a gradient and were not changed
             by the step, and how many there are, f32[2].
@@ -54,7 +53,7 @@ class Observation:
     loss: PyTree
     finite: PyTree
     scale: PyTree
-    scaling: PyTree
+    next_scale: PyTree
     grads: PyTree
     stuck: PyTree
     amaxes: PyTree
@@ -77,16 +76,13 @@ def observe(
     """Returns what there is to record about a step. Call it inside the jitted step.
 
     It adds one pass over the gradients, and one over the parameters if they are given.
-    Nothing is read back to the host.
 
     Args:
-        result: What `mpx.value_and_grad` or `mpx.accumulate` returned. Without it, pass
-            `loss` and `grads`.
+        result: What `mpx.value_and_grad` or `mpx.accumulate` returned.
         loss: The loss, if there is no `result`.
         grads: The gradients, if there is no `result`.
         finite: Whether the step was taken; by default, whether the gradients are finite.
-        scaling: The loss scaling with which the step was taken. Without it, the scale of
-            the first step is not known.
+        scaling: The loss scaling with which the step was taken.
         fp8: The state of delayed scaling, if there is no `result`.
         before: The parameters before the step, to find those that do not move. For a
             compressed optimizer these are `mpx.optim.master_params(params, state)`.
@@ -116,22 +112,18 @@ def observe(
     stats = exponent_stats(grads) if exponents and grads is not None else None
     if finite is None:
         finite = all_finite((loss, grads)) if stats is None else stats.all_finite()
+    # The newest magnitudes of each matmul, the largest over the layers of a scan.
+    newest = {k: x[..., 0, :] for k, x in fp8.amaxes.items()} if fp8 else {}
     return Observation(
         loss=None if loss is None else jnp.asarray(loss, jnp.float32),
         finite=jnp.asarray(finite),
         scale=getattr(scaling, "loss_scaling", None),
-        scaling=getattr(following, "metrics", dict)(),
+        next_scale=getattr(following, "loss_scaling", None),
         grads=stats,
         stuck={} if before is None else _stuck(before, after, grads),
-        amaxes={} if fp8 is None else {k: _newest(x) for k, x in fp8.amaxes.items()},
+        amaxes={k: jnp.max(x, tuple(range(x.ndim - 1))) for k, x in newest.items()},
         extra={name: jnp.asarray(x) for name, x in extra.items()},
     )
-
-
-def _newest(amaxes: Array) -> Array:
-    """Returns the last magnitudes of a matmul, the largest over the layers of a scan."""
-    newest = amaxes[..., 0, :]
-    return jnp.max(newest.reshape(-1, newest.shape[-1]), axis=0)
 
 
 def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
@@ -139,18 +131,16 @@ def _stuck(before: PyTree, after: PyTree, grads: PyTree) -> dict[str, Array]:
     check_same_structure(before, after, "`before` and `after`")
     slopes = {str(name): leaf for name, leaf in named_leaves(grads)}
     found: dict[str, Array] = {}
-
-    def compare(name: str, old: ArrayLike, new: ArrayLike) -> None:
+    pairs = zip(named_leaves(before), jax.tree.leaves(after), strict=True)
+    for (name, old), new in pairs:
         if not is_floating(old) or not is_floating(new) or not jnp.size(old):
-            return
+            continue
         still = jnp.asarray(old) == jnp.asarray(new)
         slope = slopes.get(str(name))
         if slope is not None and jnp.shape(slope) == jnp.shape(old):
             still = still & (jnp.asarray(slope) != 0)
         share = jnp.mean(still, dtype=jnp.float32)
         found[str(name)] = jnp.stack([share, jnp.ones_like(share)]) * still.size
-
-    map_with_name(compare, before, after)
     return found
 
 
@@ -164,8 +154,8 @@ class Skip:
     Attributes:
         step: Its number.
         leaf: The gradient to look at first: of those with an infinity or a nan, the one
-            with the smallest share of them, which lies nearest to the cause. "" if all
-            gradients are finite, or were not counted.
+            with the smallest share of them. "" if all gradients are finite, or were not
+            counted.
         leaves: How many gradients have one.
         infs: The infinities in `leaf`.
         nans: The nans in `leaf`.
@@ -214,12 +204,12 @@ class RunSummary(Result):
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
             unknown = "(not known, or the loss or a state)"
-            rows = [
-                [str(x.step), f"{x.loss_scale:g}", x.leaf or unknown]
-                + [str(count) for count in (x.infs, x.nans, x.leaves)]
-                for x in self.skips[-10:]
+            shown = [(x, x.leaf or unknown) for x in self.skips[-10:]]
+            cells = [
+                (x.step, f"{x.loss_scale:g}", leaf, x.infs, x.nans, x.leaves)
+                for x, leaf in shown
             ]
-            title = "The last skipped steps"
+            rows, title = [[*map(str, x)] for x in cells], "The last skipped steps"
             tables.append(Table(head, rows, title, frozenset({0, 1, 3, 4, 5})))
         return tables
 
@@ -230,13 +220,8 @@ def _as_writers(writer: PyTree) -> list[Write]:
         return []
     if isinstance(writer, list | tuple):
         return [write for one in writer for write in _as_writers(one)]
-    if hasattr(writer, "add_scalar"):
-
-        def write(step: int, numbers: Mapping[str, float]) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-
-        return [write]
+    if (add := getattr(writer, "add_scalar", None)) is not None:
+        return [lambda step, numbers: [add(k, x, step) for k, x in numbers.items()]]
     # Loggers have a `log` of other arguments.
     is_other = isinstance(writer, type | logging.Logger | logging.LoggerAdapter)
     if hasattr(writer, "log") and not is_other:
@@ -253,10 +238,8 @@ def _as_writers(writer: PyTree) -> list[Write]:
 class Watch:
     """Records the steps of a training loop; `watch` is another name for it.
 
-    `observe` belongs inside the jitted step and `record` into the loop. `record` keeps
-    arrays that may not be computed yet, and fetches them every few steps, so that the
-    host does not wait for the device at each. The guide "Watch a run" lists what is
-    recorded.
+    `observe` belongs inside the jitted step and `record` into the loop. The guide "Watch a
+    run" lists what is recorded.
 
     Args:
         writer: Gets the numbers of each step, when they are fetched: a
@@ -288,11 +271,7 @@ class Watch:
     observe = staticmethod(observe)
 
     def __init__(
-        self,
-        writer: object = None,
-        *,
-        every: int = 50,
-        stalled_after: int = 100,
+        self, writer: object = None, *, every: int = 50, stalled_after: int = 100
     ) -> None:
         self._writers = _as_writers(writer)
         self._every = as_count(every, "every", at_least=1)
@@ -329,8 +308,7 @@ class Watch:
     def flush(self) -> None:
         """Fetches what has been recorded, and waits for it.
 
-        Raises:
-            Exception: What a writer raised first. Everything has been recorded then.
+        Raises what a writer raised first; everything has been recorded then.
         """
         pending, self._pending = self._pending, []
         self._fetch(pending)
@@ -339,7 +317,12 @@ class Watch:
         found = jax.device_get([observation for _, observation in pending])
         errors: list[Exception] = []
         for (start, _), stacked in zip(pending, found, strict=True):
-            for step, observation in enumerate(_single_steps(stacked), start):
+            # A scan has stacked its steps.
+            rows = [stacked]
+            if np.ndim(stacked.finite):
+                count = range(len(stacked.finite))
+                rows = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in count]
+            for step, observation in enumerate(rows, start):
                 numbers = self._take(step, observation)
                 for write in self._writers:
                     try:
@@ -351,7 +334,10 @@ class Watch:
 
     def _take(self, step: int, seen: Observation) -> dict[str, float]:
         """Records the numbers of a step, and returns them."""
-        finite, scale = bool(seen.finite), self._scale_of(seen)
+        following = math.nan if seen.next_scale is None else float(seen.next_scale)
+        scale = following if math.isnan(self._scale) else self._scale
+        scale = scale if seen.scale is None else float(seen.scale)
+        finite, self._scale = bool(seen.finite), following
         numbers: dict[str, float] = {"skipped": float(not finite)}
         if seen.loss is not None:
             numbers["loss"] = float(seen.loss)
@@ -368,36 +354,24 @@ class Watch:
         numbers |= {name: float(np.mean(x)) for name, x in seen.extra.items()}
         self._latest |= numbers
         self._steps += 1
-        if finite:
-            self._idle = 0
-        else:
+        self._idle = 0 if finite else self._idle + 1
+        if not finite:
             self._note_skip(_skip_of(step, seen, scale))
         self._note_stuck(step)
         return numbers
 
-    def _scale_of(self, seen: Observation) -> float:
-        """Returns the loss scale of a step; nan if there is none."""
-        following = float(seen.scaling.get("loss_scaling", math.nan))
-        before, self._scale = self._scale, following
-        if seen.scale is not None:
-            return float(seen.scale)
-        return following if math.isnan(before) else before
-
     def _note_skip(self, skip: Skip) -> None:
         """Notes a step that was not taken, and a run that stands still."""
-        self._idle += 1
         self._skipped += 1
         self.skips = [*self.skips[-999:], skip]
         if self._idle != self._stalled_after:
             return
         known = [x.leaf for x in self.skips[-self._idle :] if x.leaf]
-        why = "no gradient is known that is not finite; look at the loss and the state"
-        if known:
-            why = f"the gradient of `{known[-1]}` is not finite"
+        where = f"the gradient of `{known[-1]}`, " if known else ""
         self.notes["stalled"] = (
             f"No step was taken for {self._idle} steps, up to step {skip.step}, at a loss "
-            f"scale of {skip.loss_scale:g}: {why}. Look for an inf or nan in the data, the "
-            "loss or the parameters."
+            f"scale of {skip.loss_scale:g}. Look for an inf or nan in {where}the data, the "
+            "loss, the parameters or the state."
         )
         warn(self.notes["stalled"])
 
@@ -415,13 +389,8 @@ class Watch:
     def summary(self) -> RunSummary:
         """Returns what has been seen so far; waits for the steps that were recorded."""
         self.flush()
-        return RunSummary(
-            steps=self._steps,
-            skipped=self._skipped,
-            skips=tuple(self.skips),
-            numbers=dict(self._latest),
-            notes=tuple(self.notes.values()),
-        )
+        skips, notes = tuple(self.skips), tuple(self.notes.values())
+        return RunSummary(self._steps, self._skipped, skips, dict(self._latest), notes)
 
 
 def _group(name: str) -> str:
@@ -438,7 +407,7 @@ def _gradients(stats: ExponentStats, scale: float) -> dict[str, float]:
         groups[group] = math.hypot(groups.get(group, 0.0), norm)
     numbers = {"grad_norm": math.hypot(*groups.values())}
     numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
-    sizes = stats.sizes - stats.zeros - stats.nonfinite
+    sizes = stats.sizes - stats.zeros - stats.infs - stats.nans
     for name in _FORMATS:
         lost = stats.flushed(name, scale) @ sizes
         numbers[f"underflow/{name}"] = float(lost / max(sizes.sum(), 1))
@@ -455,26 +424,16 @@ def _stuck_shares(stuck: Mapping[str, ArrayLike]) -> dict[str, float]:
     return {key: float(still / size) for key, (still, size) in sums.items()}
 
 
-def _single_steps(seen: Observation) -> Iterator[Observation]:
-    """Yields each step of observations that a scan has stacked."""
-    if not np.ndim(seen.finite):
-        yield seen
-        return
-    for i in range(len(seen.finite)):
-        yield jax.tree.map(lambda x, i=i: x[i], seen)
-
-
 def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
     """Returns what is known about a step that was not taken."""
     loss = math.nan if seen.loss is None else float(seen.loss)
     stats = seen.grads
-    if stats is None or not stats.nonfinite.any():
+    if stats is None or stats.all_finite():
         return Skip(step, "", 0, 0, 0, loss, scale)
-    share = stats.nonfinite / np.maximum(stats.sizes, 1)
-    i = int(np.argmin(np.where(share > 0, share, np.inf)))
+    share = (stats.infs + stats.nans) / np.maximum(stats.sizes, 1)
+    i, bad = np.argmin(np.where(share > 0, share, np.inf)), np.count_nonzero(share)
     infs, nans = int(stats.infs[i]), int(stats.nans[i])
-    bad = int(np.count_nonzero(share))
-    return Skip(step, stats.names[i], bad, infs, nans, loss, scale)
+    return Skip(step, stats.names[i], int(bad), infs, nans, loss, scale)
 
 
 watch = Watch
