@@ -28,7 +28,7 @@ from jax import Array, lax
 import mpx
 from _measure import read_options
 
-GUIDE = pathlib.Path(__file__).parents[1] / "docs/reference/rounding.md"
+GUIDE = pathlib.Path(__file__).parents[1] / "docs/guide/compressed-optimizers.md"
 START, END = "<!-- drift: made by benchmarks/drift.py -->", "<!-- end of drift -->"
 SHAPE = (16, 64)
 OUTLIER = (0, 5)

@@ -329,7 +329,7 @@ NOTES = """
 
 **Updates.** All but gradient release go through [`optimizer_update`](guide/updates.md).
 *compressed* is an optimizer such as [`flash_adamw`](guide/compressed-optimizers.md), and
-*accumulate* is [`mpx.accumulate`](guide/accumulation.md) with optax.
+*accumulate* is [`mpx.accumulate`](guide/updates.md#microbatches) with optax.
 [Gradient release](guide/gradient-release.md) takes no policy: the function casts its
 arguments with `policy.cast_to_compute`.
 
