@@ -659,6 +659,22 @@ BREAKS = [
     ),
     # --- _fp8 --------------------------------------------------------------------------
     Break(
+        "fp8 in amp's pass enters custom derivatives",
+        "_fp8",
+        "self._is_open &= _may_enter(eqn)",
+        "pass",
+        "fp8_amp",
+        "custom",
+    ),
+    Break(
+        "fp8 takes a learnt query for a weight",
+        "_amp",
+        "if before.size != after.size:",
+        "if False:",
+        "fp8_amp",
+        "each_example",
+    ),
+    Break(
         "scales are too small by a factor of two",
         "_fp8",
         "np.int32(exponent - 1) + above",

@@ -24,6 +24,7 @@ from mpx._amp._chains import CURVED, run_chain
 from mpx._amp._decide import (
     HIGHEST,
     RAGGED,
+    Choice,
     can_fuse,
     decide,
     highest_is_the_default,
@@ -143,6 +144,10 @@ class Autocast(Settings):
     def cache_key(self, more: object) -> bool:
         return self.in_loop
 
+    def emit(self, op: Op, choice: Choice) -> Values | Outcome:
+        """Runs an equation as it was decided."""
+        return _EMITTERS[choice.how](self, op, choice.rule)
+
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
         # Equations that are run out of turn, for recognised ones, are in no chain.
@@ -152,7 +157,7 @@ class Autocast(Settings):
             choice, result = found
         else:
             choice = decide(self, op)
-            result = _EMITTERS[choice.how](self, op, choice.rule)
+            result = self.emit(op, choice)
         is_told = isinstance(result, tuple)
         outs, known = result if is_told else (result, follow(op.eqn, op.facts))
         if choice.rule == Rule.LOW and op.eqn.primitive.name in MATMULS:
@@ -306,8 +311,13 @@ def _follow(amp: Settings, op: Op, rule: Any = None) -> Values:
     return _summed_in_f32(amp, op, values)
 
 
-def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
-    """Runs a matmul in the compute dtype."""
+def low_operands(
+    amp: Settings, op: Op
+) -> tuple[Values, dict[int, tuple[PyTree, np.dtype]]]:
+    """Returns the operands of a matmul in the compute dtype.
+
+    Also those whose gradients leave it in another dtype, by position, with that dtype.
+    """
     weights, args = {}, list(op.values)
     for side, value in enumerate(op.values[:2]):
         # Parameters are cast for each matmul: their cotangents add up in f32. An activation
@@ -322,6 +332,12 @@ def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
         dtype = amp.grad_dtype(value)
         if dtype != amp.dtype:
             weights[side] = value, dtype  # its gradient leaves the matmul in f32
+    return args, weights
+
+
+def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
+    """Runs a matmul in the compute dtype."""
+    args, weights = low_operands(amp, op)
     if weights:
         return [multiply_for(op.eqn, args, weights, _multiply_wide)]
     return multiply(op.eqn, args, amp.dtype)

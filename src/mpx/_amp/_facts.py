@@ -59,10 +59,18 @@ class Source(NamedTuple):
     # jitted function with other numbers are one program.
     literal: bool | None = None
 
+    # Whether parameters were repeated, as for each example: a learnt query
+    repeated: bool = False
+
     @property
     def is_param(self) -> bool:
         """Whether it is a parameter, or computed from parameters alone."""
         return self.kind == "params"
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is one parameter for all examples."""
+        return self.kind == "params" and not self.repeated
 
     @property
     def may_be_param(self) -> bool:
@@ -103,7 +111,8 @@ def join(sources: Sequence[Source]) -> Source:
         return DATA
     if "params" not in kinds:
         return CONSTANT
-    return Source("params", frozenset().union(*(x.names for x in sources)))
+    names = frozenset().union(*(x.names for x in sources))
+    return Source("params", names, repeated=any([x.repeated for x in sources]))
 
 
 def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
@@ -119,7 +128,11 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
         found = DATA
     elif name in MOVES:
         found = sources[0]
-        if name == "convert_element_type":
+        if name == "broadcast_in_dim" and found.kind == "params":
+            before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+            if before.size != after.size:
+                found = found._replace(repeated=True)
+        elif name == "convert_element_type":
             found = found._replace(literal=_converted(eqn, found))
         elif found.literal is not None and name not in _REPEATS:
             found = found._replace(literal=None)

@@ -107,22 +107,24 @@ def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
 
 def reason_to_keep(
     eqn: Equation,
+    dtypes: Sequence[np.dtype],
     are_params: Sequence[bool],
     matmul: Matmul,
+    *,
     purpose: str,
     chosen: Selection,
 ) -> str:
     """Returns why a product stays as it is written; "" if it becomes fp8.
 
-    `are_params` tells which operands are parameters; `purpose` is what they are for, if
-    that speaks against 8 bits.
+    `dtypes` are those of both operands and of the result, `are_params` tells which operands
+    are parameters; `purpose` is what they are for, if that speaks against 8 bits.
     """
     name = eqn.primitive.name
     if name != "dot_general":
         kind = _KINDS.get(name, "a fused attention")
         return f"it is {kind}; fp8 is for matmuls with one weight"
     return (
-        _by_structure(eqn, are_params, chosen)
+        _by_structure(eqn, dtypes, are_params, chosen)
         or _by_rule(matmul, purpose, chosen)
         or _by_size(eqn, matmul, chosen)
     )
@@ -135,19 +137,22 @@ _KINDS = {
 }
 
 
-def _by_structure(eqn: Equation, weights: Sequence[bool], chosen: Selection) -> str:
+def _by_structure(
+    eqn: Equation,
+    dtypes: Sequence[np.dtype],
+    weights: Sequence[bool],
+    chosen: Selection,
+) -> str:
     if len({*weights}) == 1:
         both = "both operands are parameters"
         return both if weights[0] else "no operand is a parameter"
     if isinstance(chosen.recipe, MXFP8) and eqn.params["dimension_numbers"][1][0]:
         return "it has batch dimensions, for which there are no MX blocks"
-    dtypes = [np.dtype(var.aval.dtype) for var in eqn.invars[:2]]
-    wide = [x for x in map(short_name, dtypes) if x not in ("bf16", "f16")]
+    wide = [x for x in map(short_name, dtypes[:2]) if x not in ("bf16", "f16")]
     if wide:
         return f"an operand is {wide[0]}"
-    result = np.dtype(eqn.outvars[0].aval.dtype)
-    if len({*dtypes, result}) > 1:
-        return f"its result was asked for in {short_name(result)}"
+    if len({*dtypes}) > 1:
+        return f"its result was asked for in {short_name(dtypes[2])}"
     precision = eqn.params.get("precision")
     for item in precision if isinstance(precision, tuple) else (precision,):
         if item not in (None, lax.Precision.DEFAULT):
@@ -187,16 +192,6 @@ def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
     if gain < chosen.min_gain:
         return f"too small to gain (predicted {gain:.2f}×)"
     return ""
-
-
-def follow_weights(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
-    """Returns the sources of an equation's results."""
-    if eqn.primitive.name == "broadcast_in_dim":
-        before, after = (x.aval.shape for x in (eqn.invars[0], eqn.outvars[0]))
-        # A parameter for each example is an activation: a learnt query.
-        if math.prod(before) != math.prod(after):
-            return [DATA]
-    return follow(eqn, sources)
 
 
 TABLE = "its parameter is an embedding table"

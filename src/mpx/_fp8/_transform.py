@@ -19,12 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from mpx._amp._call import call_through, parse_params, trace
+from mpx._amp._emit import Autocast
 from mpx._amp._facts import current_recording
 from mpx._casting._context import (
     autocast_of,
     gradient_function,
     in_shards,
     reducing_in,
+    refuse_cast_arguments,
     signature_after,
 )
 from mpx._casting._select import Selectors, parse_selectors
@@ -39,7 +41,7 @@ from mpx._fp8._recipes import (
     StaticScaling,
     as_recipe,
 )
-from mpx._fp8._visitor import Fp8
+from mpx._fp8._visitor import Fp8, Fp8InAmp
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_real, check_value
 from mpx._jax._compat import is_batched
@@ -221,13 +223,39 @@ class Fp8Function(Generic[P, R]):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        visitor, eager = self.visitor(), self._eager if scales is None else None
-        visitor.scales = scales
+        layers = visitor = self.visitor()
+        layers.scales = scales
+        autocast = self._autocast(func, args, kwargs) if scales is None else None
+        if autocast is not None:
+            refuse_cast_arguments()
+            func, names = func.__wrapped__, ("dtype", "rules", "reduce", "attention")
+            options = {x: getattr(autocast, x) for x in (*names, "narrow_carry")}
+            visitor = Fp8InAmp(layers=layers, **options)
+            layers.found = visitor.found
+        # What was rewritten for one dtype is not for another.
+        key = autocast and (autocast.dtype, autocast.reduce)
+        eager = self._eager.setdefault(key, {}) if scales is None else None
         out = call_through(visitor, func, args, kwargs, eager=eager)
         found = {key: probe.shape[:-1] for key, (_, probe) in (scales or {}).items()}
-        check_keys(visitor.wanted, found)
-        _warn_of_f32(visitor)
+        check_keys(layers.wanted, found)
+        _warn_of_f32(layers)
         return out
+
+    def _autocast(
+        self, func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: PyTree
+    ) -> Autocast | None:
+        """Returns the visitor of a function under `amp`, if one pass does for both.
+
+        That is where both find the same parameters, and `amp` has no rules of the user's.
+        """
+        make = getattr(func, "mpx_autocast", None)
+        found = None if make is None or isinstance(func, Fp8Function) else make()
+        if found is None or self.chosen.params is not None or found.params is not None:
+            return None
+        if not found.rules.is_plain or found.rules.keep or found.rules.params:
+            return None
+        trees = (func.__wrapped__, *args, *kwargs.values())
+        return found if any(map(_is_container, trees)) else None
 
     def visitor(self) -> Fp8:
         """Returns a visitor for one call."""
@@ -297,6 +325,12 @@ class Fp8Function(Generic[P, R]):
             return state.update(jax.jit(jax.grad(scaled))(state, arrays))
 
 
+def _is_container(tree: PyTree) -> bool:
+    """Returns whether an argument holds arrays, and is not one itself."""
+    leaves = jax.tree.leaves(tree)
+    return not is_array(tree) and any(is_array(x) or _nnx.is_nnx(x) for x in leaves)
+
+
 def _first_float(out: PyTree) -> Array:
     """Returns the loss among a function's results, or the sum of the first array."""
     for leaf in jax.tree.leaves(out):
@@ -329,9 +363,10 @@ def _warn_of_vmap(arguments: PyTree) -> None:
 
 
 def _warn_of_f32(visitor: Fp8) -> None:
-    kinds = {kind for kind, _ in visitor.found}
+    found = [x for x in visitor.found if isinstance(x, tuple)]  # `amp` has notes, too
+    kinds = {kind for kind, _ in found}
     if "f32" in kinds and "fp8" not in kinds and not visitor.is_cast:
-        name = min(name for kind, name in visitor.found if kind == "f32")
+        name = min(name for kind, name in found if kind == "f32")
         warn(
             f"`fp8` changed nothing: the matmuls with parameters, such as `{name}`, are "
             "f32. Remove the casts to f32, or the rules of `amp` that keep it."

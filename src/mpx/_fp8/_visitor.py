@@ -16,9 +16,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._amp._call import run_traced
+from mpx._amp._decide import Choice
 from mpx._amp._decide import is_low_ragged as is_low
-from mpx._amp._emit import Autocast, multiply
-from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, join
+from mpx._amp._emit import Autocast, low_operands, multiply
+from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, follow, join
 from mpx._amp._rules import AmpRules
 from mpx._casting._context import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import KEPT_SCOPE
@@ -27,7 +28,7 @@ from mpx._fp8._decide import (
     LINEAR,
     Matmul,
     Selection,
-    follow_weights,
+    Study,
     reason_to_keep,
     sizes,
     study,
@@ -47,6 +48,7 @@ from mpx._jax._formats import short_name
 from mpx._program import HANDLERS
 from mpx._program._flow import after
 from mpx._program._interpreter import (
+    Frame,
     Kind,
     Op,
     Outcome,
@@ -128,11 +130,10 @@ class Fp8(Transformation):
 
     def start(self, traced: Traced) -> Traced:
         """Returns the function, cast by `amp` to bf16 if it was written in f32."""
-        self._check_selectors(traced)
-        pairs = [*zip(traced.named, traced.arrays, strict=True)]
-        facts = [self.argument_fact(*named, leaf) for named, leaf in pairs]
-        found = study(traced.jaxpr, dict(zip(traced.jaxpr.invars, facts, strict=True)))
-        self.purposes = found.purposes
+        found, pairs = (
+            self.look_at(traced),
+            zip(traced.named, traced.arrays, strict=True),
+        )
         stored = {leaf.dtype for (name, _), leaf in pairs if name in found.layers}
         if not self.may_cast or stored | found.dtypes != {np.dtype(np.float32)}:
             return traced
@@ -145,6 +146,15 @@ class Fp8(Transformation):
 
         jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)(*traced.arrays))
         return traced._replace(jaxpr=jaxpr, consts=consts)
+
+    def look_at(self, traced: Traced) -> Study:
+        """Finds what the parameters of a function are for, and what the user selects."""
+        self._check_selectors(traced)
+        pairs = zip(traced.named, traced.arrays, strict=True)
+        facts = [self.argument_fact(*named, leaf) for named, leaf in pairs]
+        found = study(traced.jaxpr, dict(zip(traced.jaxpr.invars, facts, strict=True)))
+        self.purposes = found.purposes
+        return found
 
     def _check_selectors(self, traced: Traced) -> None:
         """Raises for strings and types of the user that select nothing."""
@@ -169,8 +179,7 @@ class Fp8(Transformation):
             return self._dot(op), self._after(eqn, op.facts)
         # A report looks for more than what is changed.
         wanted = LINEAR if self.matmuls is None else _MULTIPLIES
-        is_custom = name == HI_PRIMITIVE and hi_remat(eqn) is None
-        if name in _ENTERED and not is_custom and holds(eqn, wanted):
+        if _may_enter(eqn) and holds(eqn, wanted):
             return HANDLERS[name](self, op)
         if self.matmuls is not None:
             self._record(op)
@@ -178,20 +187,31 @@ class Fp8(Transformation):
 
     def _after(self, eqn: Equation, facts: list[Source]) -> list[Source]:
         """Returns the sources of the results of an equation that runs as written."""
-        return list(after(eqn, facts, follow_weights, self.literal_fact, DATA))
+        return list(after(eqn, facts, follow, self.literal_fact, DATA))
 
     def _dot(self, op: Op) -> Values:
-        eqn, values, facts, _ = op
-        matmul = self._describe(eqn, facts, op.scopes, math.prod(self._lengths))
+        matmul = self.judge(op)
+        if matmul.reason:
+            return self._kept(op)
+        return self.multiply(op, op.values, matmul.param, self.frame)
+
+    def judge(self, op: Op, low: np.dtype | None = None) -> Matmul:
+        """Decides about a matmul, whose operands may be cast to a dtype before."""
+        times = math.prod(self._lengths)
+        matmul = self._describe(op.eqn, op.facts, op.scopes, times, low)
         if self.matmuls is not None:
             self.matmuls.append(matmul)
-        if matmul.reason:
-            if matmul.param and matmul.dtype == "f32":
-                self.found.add(("f32", matmul.param))
-            return self._kept(op)
-        self.found.add(("fp8", ""))
+        if not matmul.reason:
+            self.found.add(("fp8", ""))
+        elif matmul.param and matmul.dtype == "f32":
+            self.found.add(("f32", matmul.param))
+        return matmul
+
+    def multiply(self, op: Op, values: Values, param: str, frame: Frame) -> Values:
+        """Runs a matmul of 16-bit operands in 8 bits."""
+        eqn = op.eqn
         lhs, rhs = (jnp.asarray(value) for value in values)
-        side = int(facts[1].is_param)
+        side = int(op.facts[1].is_weight)
         weight = (lhs, rhs)[side]
         shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
         spec = MatmulSpec(
@@ -207,15 +227,15 @@ class Fp8(Transformation):
         )
         if isinstance(self.chosen.recipe, MXFP8):
             return [mx_dot(spec, lhs, rhs)]
-        seen, probe = self._next_scale(matmul.param)
-        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)]
+        seen, probe = self._next_scale(param)
+        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)]
 
     def _kept(self, op: Op) -> Values:
         """Runs a matmul as it is written."""
         eqn, values = op.eqn, arrays_of(op.values)
         low = values[0].dtype
         dtypes = {values[1].dtype, eqn.outvars[0].aval.dtype, low}
-        sides = [i for i, fact in enumerate(op.facts[:2]) if fact.is_param]
+        sides = [i for i, fact in enumerate(op.facts[:2]) if fact.is_weight]
         if dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(np.float16)}) and sides:
             grads = {i: weight_grad_dtype(self.reduce, values[i], low) for i in sides}
             wide = {i: (values[i], x) for i, x in grads.items() if x != low}
@@ -226,11 +246,17 @@ class Fp8(Transformation):
         return eval_equation(eqn, values)
 
     def _describe(
-        self, eqn: Equation, facts: Sequence[Source], scopes: Scopes, times: int
+        self,
+        eqn: Equation,
+        facts: Sequence[Source],
+        scopes: Scopes,
+        times: int,
+        low: np.dtype | None = None,
     ) -> Matmul:
-        weights = [fact for fact in facts[:2] if fact.is_param]
+        weights = [fact for fact in facts[:2] if fact.is_weight]
         frames = () if self.matmuls is None else source_frames(eqn)
-        dtypes = dict.fromkeys(short_name(var.aval.dtype) for var in eqn.invars[:2])
+        atoms = (*eqn.invars[:2], eqn.outvars[0])
+        dtypes = [low or np.dtype(var.aval.dtype) for var in atoms]
         shape, count = sizes(eqn)
         matmul = Matmul(
             param=(weights[0].name or "") if len(weights) == 1 else "",
@@ -238,15 +264,17 @@ class Fp8(Transformation):
             source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
             shape=shape,
             times=times * count,
-            dtype="×".join(dtypes),
+            dtype="×".join(dict.fromkeys(map(short_name, dtypes[:2]))),
             reason="",
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
         )
         read = set().union(*(fact.names for fact in weights)) & self.purposes.keys()
         purpose = self.purposes[min(read)] if read else ""
-        are_params = [fact.is_param for fact in facts[:2]]
-        reason = reason_to_keep(eqn, are_params, matmul, purpose, self.chosen)
+        are_params = [fact.is_weight for fact in facts[:2]]
+        reason = reason_to_keep(
+            eqn, dtypes, are_params, matmul, purpose=purpose, chosen=self.chosen
+        )
         return matmul._replace(reason=reason)
 
     def _record(self, op: Op) -> None:
@@ -283,7 +311,7 @@ class Fp8(Transformation):
         """
         found: Scales = {}
         length = op.eqn.params["length"] if op.eqn.primitive.name == "scan" else None
-        for name in sorted({x.name for x in op.facts if x.is_param and x.name}):
+        for name in sorted({x.name for x in op.facts if x.is_weight and x.name}):
             for number in itertools.count(self.counts.get(name, 0)):
                 item = (self.scales or {}).get(_key(name, number))
                 # The last axis of a probe is for three tensors.
@@ -325,6 +353,57 @@ class Fp8(Transformation):
         self.wanted[key] = self._lengths
         found = (self.scales or {}).get(key)
         return found if found is not None and found[1].ndim == 1 else (None, None)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Fp8InAmp(Autocast):
+    """One call of a function under `fp8` and `amp`, which decide in the same pass.
+
+    `fp8` around a function that holds one under `amp` does the same in a pass of its own,
+    over what `amp` has written.
+    """
+
+    layers: Fp8
+    _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
+
+    @property
+    def kept_types(self) -> tuple[type, ...]:
+        """The types whose calls run as they are written."""
+        return self.layers.kept_types
+
+    def start(self, traced: Traced) -> Traced:
+        """Finds what the parameters are for."""
+        self.layers.look_at(traced)
+        return super().start(traced)
+
+    def emit(self, op: Op, choice: Choice) -> Values | Outcome:
+        """Runs an equation as it was decided, or in 8 bits."""
+        if op.eqn.primitive.name == "dot_general" and self._is_open:
+            is_cast = choice.how == "matmul"
+            matmul = self.layers.judge(op, self.dtype if is_cast else None)
+            if not matmul.reason:
+                values = low_operands(self, op)[0] if is_cast else op.values
+                return self.layers.multiply(op, values, matmul.param, self.frame)
+        return super().emit(op, choice)
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Equation, more: object) -> Iterator[None]:
+        outer = self._is_open
+        self._is_open &= _may_enter(eqn)
+        try:
+            with super().inside(eqn, more):
+                yield
+        finally:
+            self._is_open = outer
+
+    def cache_key(self, more: object) -> tuple[bool, bool]:
+        return self.in_loop, self._is_open
+
+
+def _may_enter(eqn: Equation) -> bool:
+    """Returns whether matmuls inside of an equation may run in 8 bits."""
+    name = eqn.primitive.name
+    return name in _ENTERED and (name != HI_PRIMITIVE or hi_remat(eqn) is not None)
 
 
 def _key(param: str, number: int) -> str:

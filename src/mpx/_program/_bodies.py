@@ -301,7 +301,8 @@ class _CustomCall:
     def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
         """Runs a jaxpr that was traced at the original dtypes."""
         body, consts = open_jaxpr(jaxpr)
-        outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
+        with self.visitor.inside(self.eqn, None):
+            outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
         return as_results(outs, body.outvars), known
 
     def differentiable(
