@@ -1,4 +1,4 @@
-"""Makes the pictures of the page "Gallery" from a short run of the demo's model.
+"""Makes the pictures of the page "Watching a run" from a short run of the demo's model.
 
 python examples/inspect_gallery.py                # into docs/images
 python examples/inspect_gallery.py --out out

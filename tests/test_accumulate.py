@@ -389,8 +389,10 @@ def test_random_keys_can_be_split_like_the_batch():
 
 @pytest.mark.parametrize("reduce_dtype", [None, "compute"])
 @pytest.mark.parametrize("mean", [True, False])
-def test_result_is_the_same_under_jit_shard_map_and_on_one_device(mean, reduce_dtype):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("count", [2, 1])
+def test_result_is_the_same_under_jit_shard_map_and_alone(count, mean, reduce_dtype):
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=devices)
     # Whole numbers, exact in each format and in any order.
     w, x = jnp.full(4096, 2.0), jnp.tile(jnp.arange(8.0)[:, None], (1, 4096))
     reduced = jnp.mean if mean else jnp.sum

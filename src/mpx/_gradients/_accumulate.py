@@ -175,10 +175,12 @@ class _Window(Step):
             shape = shape_of(x)
             x = jnp.reshape(x, (shape[0] // steps, steps, *shape[1:]))
             x = jnp.swapaxes(x, 0, 1)
-            return x if shards == 1 else jnp.reshape(x, (steps, shards, -1, *shape[1:]))
+            if self.shards is None:
+                return x
+            return jnp.reshape(x, (steps, shards, x.shape[1] // shards, *shape[1:]))
 
         index = jnp.arange(steps * shards)
-        index = index if shards == 1 else jnp.reshape(index, (steps, shards))
+        index = index if self.shards is None else jnp.reshape(index, (steps, shards))
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
         self.parts = [split(x.value) for x in leaves if x.kind == "row"], index
 
