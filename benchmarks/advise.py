@@ -31,9 +31,9 @@ def normal(seed, *shape, scale=1.0):
     return jnp.asarray(scale * numbers, jnp.float32)
 
 
-def weight(seed, *shape):
+def weight(seed, *shape, scale=1.0):
     """Returns a random matrix that keeps the size of what it is multiplied with."""
-    return normal(seed, *shape, scale=shape[-2] ** -0.5)
+    return normal(seed, *shape, scale=scale * shape[-2] ** -0.5)
 
 
 def mlp():

@@ -100,11 +100,11 @@ def train(loss_fn, images, labels, steps):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains a ViT in f32 and under amp.")
     parser.add_argument("--steps", type=int, default=300, metavar="N")
     args = parser.parse_args(argv)
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    images, labels = np.float32(images / 16), np.int32(labels)
+    images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     test = slice(1500, None)
     results = {}
     for name, loss in {"f32": loss_fn, "amp": mpx.amp(loss_fn)}.items():
@@ -113,6 +113,7 @@ def main(argv=None):
         accuracy = float(jnp.mean(guess == labels[test]))
         results[name] = np.mean(losses[-max(1, args.steps // 10) :]), accuracy
         print(f"{name}: loss {results[name][0]:.3f}, test accuracy {accuracy:.3f}")
+    model = ViT(jax.random.key(0))
     print(mpx.inspect.report(mpx.amp(loss_fn), model, images[:64], labels[:64]))
     return results
 

@@ -82,7 +82,9 @@ def train(loss_fn, steps):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Trains a language model in f32, bf16 and fp8."
+    )
     parser.add_argument("--steps", type=int, default=300, metavar="N")
     args = parser.parse_args(argv)
     modes = {
@@ -93,6 +95,7 @@ def main(argv=None):
     shapes = jax.eval_shape(init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((16, LENGTH + 1), jnp.int32)
     report = mpx.inspect.report(modes["fp8"], shapes, tokens)
+    assert report.fp8 is not None
     print("in fp8:", *dict.fromkeys(x.param for x in report.fp8.changed))
     results = {}
     for name, loss in modes.items():

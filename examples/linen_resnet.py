@@ -71,11 +71,12 @@ def step(state, images, labels):
 @jax.jit
 def predict(state, images):
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    return ResNet().apply(variables, images, False).argmax(-1)
+    logits = ResNet().apply(variables, images, False)
+    return jnp.argmax(jnp.asarray(logits), -1)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains a ResNet in f16.")
     parser.add_argument("--steps", type=int, default=150, metavar="N")
     args = parser.parse_args(argv)
     images, labels = sklearn.datasets.load_digits(return_X_y=True)

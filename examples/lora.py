@@ -77,11 +77,13 @@ def train(trained, loss_fn, x, y, steps):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Fine-tunes frozen bf16 weights with adapters."
+    )
     parser.add_argument("--steps", type=int, default=300, metavar="N")
     args = parser.parse_args(argv)
     x, y = sklearn.datasets.load_digits(return_X_y=True)
-    x, y = np.float32(x / 16), np.int32(y)
+    x, y = (x / 16).astype(np.float32), y.astype(np.int32)
     other = x.reshape(-1, 8, 8).swapaxes(1, 2).reshape(x.shape)
     first, second = jax.random.split(jax.random.key(0))
 

@@ -53,7 +53,7 @@ class GPT(nnx.Module):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Trains a GPT under FSDP.")
     parser.add_argument("--steps", type=int, default=200, metavar="N")
     parser.add_argument("--cpu-devices", type=int, metavar="N")
     args = parser.parse_args(argv)

@@ -75,7 +75,7 @@ def train(folder, steps):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Stops and resumes a training run.")
     parser.add_argument("--steps", type=int, default=200, metavar="N")
     parser.add_argument("--folder", type=pathlib.Path, metavar="PATH")
     args = parser.parse_args(argv)

@@ -1,5 +1,7 @@
 """`fp8(amp(f))` decides in one pass what it decides in two if `amp` is further inside."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -262,6 +264,20 @@ def test_one_pass_keeps_what_nnx_modules_change(passes):
 def test_what_both_may_see_differently_takes_two_passes(func, args, passes):
     jax.grad(mpx.fp8(func, min_gain=0))(*args)
     assert not passes
+
+
+def test_what_wraps_a_function_under_amp_is_run(passes):
+    cast = mpx.amp(mlp)
+
+    @functools.wraps(cast)
+    def shifted(params, x):
+        return cast(params, x) + 1
+
+    func = mpx.fp8(shifted, min_gain=0)
+    assert func(PARAMS, X) == mpx.fp8(cast, min_gain=0)(PARAMS, X) + 1
+    assert len(passes) == 1  # that of `cast`
+    mpx.fp8(jax.jit(cast), min_gain=0)(PARAMS, X)
+    assert len(passes) == 1
 
 
 def test_half_precision_of_an_eager_call_is_that_of_the_call(passes):

@@ -74,6 +74,8 @@ def under_amp(
 
     # The gradient functions and inspection ask for it.
     setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
+    # With itself: what wraps it in turn has its attributes, by `functools.wraps`.
+    setattr(wrapper, "mpx_under_amp", (wrapper, func))  # noqa: B010
     return wrapper
 
 

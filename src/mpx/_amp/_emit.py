@@ -141,8 +141,8 @@ class Autocast(Settings):
         finally:
             self.in_loop, self.caller = outer
 
-    def cache_key(self, more: object) -> bool:
-        return self.in_loop
+    def cache_key(self, more: object) -> tuple[bool, ...]:
+        return (self.in_loop,)
 
     def emit(self, op: Op, choice: Choice) -> Values | Outcome:
         """Runs an equation as it was decided."""

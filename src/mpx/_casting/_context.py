@@ -90,7 +90,7 @@ def half_precision(datatype: DTypeLike) -> contextlib.AbstractContextManager[obj
     return _half(_parse_half(datatype))
 
 
-CONSTANTS = {
+CONSTANTS: dict[str, float | None] = {
     "BFLOAT16_MAX": FORMATS["bf16"].max,
     "FLOAT16_MAX": FORMATS["f16"].max,
     "HALF_PRECISION_DATATYPE": None,

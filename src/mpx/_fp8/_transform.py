@@ -228,8 +228,9 @@ class Fp8Function(Generic[P, R]):
         autocast = self._autocast(func, args, kwargs) if scales is None else None
         if autocast is not None:
             refuse_cast_arguments()
-            func, names = func.__wrapped__, ("dtype", "rules", "reduce", "attention")
-            options = {x: getattr(autocast, x) for x in (*names, "narrow_carry")}
+            func = getattr(func, "mpx_under_amp")[1]  # noqa: B009
+            names = "dtype", "rules", "reduce", "attention", "narrow_carry"
+            options = {name: getattr(autocast, name) for name in names}
             visitor = Fp8InAmp(layers=layers, **options)
             layers.found = visitor.found
         # What was rewritten for one dtype is not for another.
@@ -248,13 +249,14 @@ class Fp8Function(Generic[P, R]):
 
         That is where both find the same parameters, and `amp` has no rules of the user's.
         """
-        make = getattr(func, "mpx_autocast", None)
-        found = None if make is None or isinstance(func, Fp8Function) else make()
-        if found is None or self.chosen.params is not None or found.params is not None:
+        wrapper, inner = getattr(func, "mpx_under_amp", (None, None))
+        if wrapper is not func or self.chosen.params is not None:
             return None
-        if not found.rules.is_plain or found.rules.keep or found.rules.params:
+        found: Autocast = getattr(wrapper, "mpx_autocast")()  # noqa: B009
+        rules = found.rules
+        if found.params is not None or not rules.is_plain or rules.keep or rules.params:
             return None
-        trees = (func.__wrapped__, *args, *kwargs.values())
+        trees = (inner, *args, *kwargs.values())
         return found if any(map(_is_container, trees)) else None
 
     def visitor(self) -> Fp8:

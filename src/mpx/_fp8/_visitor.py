@@ -396,8 +396,8 @@ class Fp8InAmp(Autocast):
         finally:
             self._is_open = outer
 
-    def cache_key(self, more: object) -> tuple[bool, bool]:
-        return self.in_loop, self._is_open
+    def cache_key(self, more: object) -> tuple[bool, ...]:
+        return (*super().cache_key(more), self._is_open)
 
 
 def _may_enter(eqn: Equation) -> bool:
