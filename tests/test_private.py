@@ -16,7 +16,7 @@ from flax import linen as nn
 import mpx
 from mpx._fp8 import _operands
 from mpx._jax import _private
-from mpx._jax._compat import check_version
+from mpx._jax._compat import check_neighbour, check_version
 from mpx._kernels import _dispatch
 from mpx._optim._optimizers import flash_adamw
 
@@ -156,6 +156,12 @@ def test_gpu_without_kernels_runs_plain_jax_with_one_warning(hide, monkeypatch):
     assert "pallas_call" not in str(jaxpr)
     assert "platform_index" not in str(jaxpr)
     assert ["without Triton kernels" in str(item.message) for item in caught] == [True]
+
+
+def test_package_with_the_same_folder_is_named():
+    check_neighbour("no-such-package-anywhere")
+    with pytest.warns(RuntimeWarning, match=r"equinox .* beside mpx-jax.*uninstall"):
+        check_neighbour("equinox")
 
 
 @pytest.mark.parametrize("version", ["0.9.2", "0.10.0", "0.10.2"])

@@ -29,6 +29,7 @@ from mpx._jax._private import (
 from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
 from mpx._jax._private import eval_jaxpr as eval_jaxpr
+from mpx._jax._warn import warn
 
 try:
     __version__ = version("mpx-jax")
@@ -55,7 +56,18 @@ def check_version(installed: str) -> None:
         )
 
 
+def check_neighbour(name: str = "mixed_precision_for_JAX") -> None:
+    """Warns if the paper's own package, which has the same folder, is installed as well."""
+    with contextlib.suppress(PackageNotFoundError):
+        warn(
+            f"{name} {version(name)} is installed beside mpx-jax, and both put their files "
+            "into a folder called `mpx`. Run `pip uninstall -y mixed_precision_for_JAX "
+            "mpx-jax`, then `pip install mpx-jax`: it has the functions of that package, too."
+        )
+
+
 check_version(jax.__version__)
+check_neighbour()
 # From then on Pallas takes the layouts of our grouped matmuls.
 HAS_MOSAIC = version_tuple(jax.__version__) >= (0, 11)
 
