@@ -1105,6 +1105,33 @@ def field(state, name):
     return value
 
 
+def test_template_keeps_numbers_but_not_for_arrays(tmp_path):
+    class Run(eqx.Module):
+        weight: jax.Array
+        step: int | jax.Array
+        rate: float
+
+    save(tmp_path, Run(jnp.ones(2), jnp.int32(500), 0.1))
+    found = restore(tmp_path, Run(jnp.zeros(2), 0, 0.2), fields="template")
+    assert (int(found.step), found.rate) == (500, 0.2)
+
+
+def test_nnx_models_go_to_f32_and_back():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = mpx.optim.flash_adam(1e-3)
+    low = mpx.cast_to_bfloat16(model)
+    wide = to_f32(low, optax.EmptyState()).params
+    assert {x.dtype for x in jax.tree.leaves(wide)} == {np.dtype("float32")}
+    params = nnx.state(model, nnx.Param)
+    adam = jax.tree.map(jnp.ones_like, optax.scale_by_adam().init(params))
+    small = nnx.state(low, nnx.Param)
+    _, state = mpx.checkpoint.from_f32(
+        params, adam, like=(small, optimizer.init(small))
+    )
+    moments = jax.tree.leaves(to_f32(small, state).state.mu)
+    assert all(np.allclose(x, 1.0, rtol=0.01) for x in moments)
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("flash", "plain", "moments"), RULES.values(), ids=RULES)
 def test_uncompressed_states_go_to_f32_and_back_exactly(flash, plain, moments):

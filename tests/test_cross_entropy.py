@@ -632,3 +632,19 @@ def test_arguments_that_do_not_fit(change, error, message):
     given = {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS, **change}
     with pytest.raises(error, match=message):
         linear_cross_entropy(**given)
+
+
+@pytest.mark.parametrize("wide", ["hidden", "weight"])
+def test_one_operand_of_64_bits_makes_the_loss_one(wide):
+    with jax.enable_x64(True):
+        operands = {"hidden": normal(0, 4, 16), "weight": normal(1, 16, 32)}
+        operands[wide] = operands[wide].astype(jnp.float64) / 3
+        labels = jnp.arange(4)
+        logits = operands["hidden"].astype(jnp.float64) @ operands["weight"].astype(
+            jnp.float64
+        )
+        chosen = logits[jnp.arange(4), labels]
+        expected = jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+        loss = mpx.linear_cross_entropy(**operands, labels=labels)
+    assert loss.dtype == np.float64
+    np.testing.assert_allclose(loss, expected, rtol=1e-13)

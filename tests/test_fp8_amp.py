@@ -266,6 +266,19 @@ def test_what_both_may_see_differently_takes_two_passes(func, args, passes):
     assert not passes
 
 
+def test_predicate_sees_how_often_a_matmul_runs(passes):
+    def loss(params, x):
+        out = jax.jit(lambda x, w: jnp.tanh(x @ w))(x, params["w"][0])
+        return scanned(params, out)
+
+    one, two = both(loss, keep=lambda matmul: matmul.times > 1)
+    got, want = (jax.value_and_grad(f)(STACK, X) for f in (one, two))
+    assert len(passes) == 1
+    mpx.testing.assert_trees_equal(got, want)
+    seen = [x.times for x in mpx.inspect.report(one, STACK, X).fp8.changed]
+    assert seen == [1]
+
+
 def test_what_wraps_a_function_under_amp_is_run(passes):
     cast = mpx.amp(mlp)
 

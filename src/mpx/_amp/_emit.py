@@ -141,7 +141,7 @@ class Autocast(Settings):
         finally:
             self.in_loop, self.caller = outer
 
-    def cache_key(self, more: object) -> tuple[bool, ...]:
+    def cache_key(self, more: object) -> tuple[PyTree, ...]:
         return (self.in_loop,)
 
     def emit(self, op: Op, choice: Choice) -> Values | Outcome:

@@ -245,10 +245,7 @@ class Fp8Function(Generic[P, R]):
     def _autocast(
         self, func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: PyTree
     ) -> Autocast | None:
-        """Returns the visitor of a function under `amp`, if one pass does for both.
-
-        That is where both find the same parameters, and `amp` has no rules of the user's.
-        """
+        """Returns the visitor of `amp`, if both see the same and one pass does for both."""
         wrapper, inner = getattr(func, "mpx_under_amp", (None, None))
         if wrapper is not func or self.chosen.params is not None:
             return None

@@ -106,7 +106,7 @@ class Fp8(Transformation):
     scales: Scales | None = None
     wanted: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    _lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # of the scans around the running body
     _delayed: bool = True
 
     # --- the function -----------------------------------------------------------------
@@ -197,7 +197,7 @@ class Fp8(Transformation):
 
     def judge(self, op: Op, low: np.dtype | None = None) -> Matmul:
         """Decides about a matmul, whose operands may be cast to a dtype before."""
-        times = math.prod(self._lengths)
+        times = math.prod(self.lengths)
         matmul = self._describe(op.eqn, op.facts, op.scopes, times, low)
         if self.matmuls is not None:
             self.matmuls.append(matmul)
@@ -280,7 +280,7 @@ class Fp8(Transformation):
     def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as written."""
         assert self.matmuls is not None
-        eqn, count = op.eqn, math.prod(self._lengths)
+        eqn, count = op.eqn, math.prod(self.lengths)
         if eqn.primitive.name in _MULTIPLIES:
             self.matmuls.append(self._describe(eqn, op.facts, op.scopes, count))
         reason = f"inside {eqn.primitive.name}, which runs as written"
@@ -323,10 +323,10 @@ class Fp8(Transformation):
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Scales | None) -> Iterator[None]:
         """Enters a body with the delayed scales that belong there."""
-        before = self._lengths, self._delayed, self.scales
+        before = self.lengths, self._delayed, self.scales
         name = eqn.primitive.name
         if name == "scan":
-            self._lengths += (eqn.params["length"],)
+            self.lengths += (eqn.params["length"],)
         # Each device scales what it holds: delayed scales would need a maximum over
         # devices, where the gradient of a shared value is a sum.
         self._delayed &= name != "shard_map"
@@ -334,7 +334,7 @@ class Fp8(Transformation):
         try:
             yield
         finally:
-            self._lengths, self._delayed, self.scales = before
+            self.lengths, self._delayed, self.scales = before
 
     def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
         is_delayed = isinstance(self.chosen.recipe, DelayedScaling)
@@ -350,18 +350,14 @@ class Fp8(Transformation):
             return None, None
         number = self.counts.get(param, 0)
         self.counts[param], key = number + 1, _key(param, number)
-        self.wanted[key] = self._lengths
+        self.wanted[key] = self.lengths
         found = (self.scales or {}).get(key)
         return found if found is not None and found[1].ndim == 1 else (None, None)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Fp8InAmp(Autocast):
-    """One call of a function under `fp8` and `amp`, which decide in the same pass.
-
-    `fp8` around a function that holds one under `amp` does the same in a pass of its own,
-    over what `amp` has written.
-    """
+    """`fp8` and `amp` in one pass; otherwise `fp8` reads what `amp` wrote, in another."""
 
     layers: Fp8
     _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
@@ -391,13 +387,13 @@ class Fp8InAmp(Autocast):
         outer = self._is_open
         self._is_open &= _may_enter(eqn)
         try:
-            with super().inside(eqn, more):
+            with self.layers.inside(eqn, None), super().inside(eqn, more):
                 yield
         finally:
             self._is_open = outer
 
-    def cache_key(self, more: object) -> tuple[bool, ...]:
-        return (*super().cache_key(more), self._is_open)
+    def cache_key(self, more: object) -> tuple[PyTree, ...]:
+        return (*super().cache_key(more), self._is_open, self.layers.lengths)
 
 
 def _may_enter(eqn: Equation) -> bool:

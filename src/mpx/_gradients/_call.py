@@ -72,7 +72,9 @@ class Call:
         ]
         self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
         self._static, self._objects = {}, {}
-        arguments = {**dict(zip(self._names, args, strict=True)), **kwargs}
+        # Keywords as `jax.jit` hands them on.
+        keywords = dict(sorted(kwargs.items()))
+        arguments = {**dict(zip(self._names, args, strict=True)), **keywords}
         for name, value in arguments.items():
             self._static[name], objects = _nnx.take_out(value, name)
             self._objects.update(objects)
@@ -119,7 +121,7 @@ class Call:
         keep = None if self.policy is None else self.policy.keeping()
         # Copies: Equinox makes a `State` unusable once a layer has written to it.
         copies, arguments = jax.tree.map(lambda x: x, state.arrays), dict(self._static)
-        for name, tree in arguments.items() if copies else ():
+        for name, tree in arguments.items():  # also of lists and dicts, to be changed
             arguments[name] = map_with_name(
                 copies.get, tree, argument=name, is_leaf=_is_equinox_state
             )
@@ -152,13 +154,14 @@ class Call:
     def successors(self, out: PyTree) -> dict[str, str]:
         """Returns, by name, what in a result replaces what in `state.arrays`.
 
-        Equinox states are found by their order. A collection of Linen's is found anywhere in
-        the result if all its arrays are there under their names and with their shapes.
+        Equinox states are found by their names, or else by their order. A collection of
+        Linen's is found anywhere if all its arrays are there, by names and shapes.
         """
         nodes, known = _nodes(out), self.state.arrays
         new, old = _state_structures(nodes), _state_structures(known.items())
-        is_same = [*new.values()] == [*old.values()]
-        equinox = dict(zip(new, old, strict=True)) if is_same else {}
+        equinox = _by_name(new, old) or dict(zip(new, old, strict=False))
+        if len(new) != len(old) or any(new[x] != old[y] for x, y in equinox.items()):
+            equinox = {}
         shapes = {str(name): shape_of(x) for name, x in nodes if is_array(x)}
         collections: dict[str, dict[str, str]] = {}
         for name in [x for x in known if x not in old]:
@@ -317,6 +320,18 @@ def _nodes(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTree]]:
 
 def _state_structures(nodes: Iterable[tuple[str, PyTree]]) -> dict[str, PyTree]:
     return {name: jax.tree.structure(x) for name, x in nodes if _is_equinox_state(x)}
+
+
+def _by_name(new: Iterable[str], old: Iterable[str]) -> dict[str, str]:
+    """Pairs results with arguments whose names have theirs in them, if that is clear."""
+    found: dict[str, str] = {}
+    for place in new:
+        word = place.rpartition("/")[2]
+        fitting = [name for name in old if word in name and not word.isdigit()]
+        if len(fitting) != 1 or fitting[0] in found.values():
+            return {}
+        found[place] = fitting[0]
+    return found
 
 
 def _nearest(place: str, collections: list[str]) -> str:

@@ -104,8 +104,11 @@ def _linen_variables() -> list[PyTree]:
 
 def refuse_haiku() -> None:
     """Raises inside `hk.transform`, where a traced function would leave its tracers."""
+    running = getattr(sys.modules.get("haiku"), "running_init", None)
+    if running is None:
+        return
     with contextlib.suppress(ValueError):  # outside
-        sys.modules["haiku"].running_init()
+        running()
         raise TypeError(
             "`amp` and `fp8` cannot be used inside `hk.transform`. Wrap the loss, or the "
             "`apply` of the transformed function, instead."

@@ -225,10 +225,7 @@ def repetitions(eqn: Equation) -> int:
 
 
 def matmul_sizes(eqn: Equation) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-    """Returns how many products each result adds up, and the sizes of the other axes.
-
-    Sizes may be symbols.
-    """
+    """Returns how many products a result adds up, and other sizes; they may be symbols."""
     shapes = [var.aval.shape for var in eqn.invars[:2]]
     if eqn.primitive.name == "conv_general_dilated":
         kernel = list(shapes[1])

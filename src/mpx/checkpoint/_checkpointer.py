@@ -81,11 +81,14 @@ class Checkpointer:
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
                 `save_interval_steps`, `keep_period`, `best_fn` and `best_mode`.
         """
-        own = {"max_to_keep", "enable_async_checkpointing"} & options.keys()
-        for name in (*own, *(x for x in options if x.startswith("step_"))):
+        own = {"max_to_keep", "enable_async_checkpointing", "create"} & options.keys()
+        for name in (
+            *own,
+            *(x for x in options if x.startswith(("step_", "cleanup_"))),
+        ):
             raise TypeError(
                 f"`{name}` cannot be chosen: pass `keep` or `asynchronous`; the folder of a "
-                "checkpoint has the number of its step."
+                "checkpoint has the number of its step, and the first save makes it."
             )
         keep = None if keep is None else as_count(keep, "keep", at_least=1)
         _orbax()
@@ -179,8 +182,9 @@ class Checkpointer:
         try:
             gather_results(read_record)
             kept = opened.fields if fields == "template" else set[str]()
-            names = [name for name in wanted.leaves if name not in kept]
-            saved = {name: found[0].leaves[name] for name in names}
+            leaves = found[0].leaves  # a number of the template may have been an array
+            kept = {x for x in kept if getattr(leaves.get(x), "shape", None) is None}
+            saved = {x: leaves[x] for x in wanted.leaves if x not in kept}
             return opened.close(self._read_leaves(where, opened.leaves, saved))
         except (FileNotFoundError, ValueError):
             alone = jax.process_count() == 1

@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from mpx._casting._cast import widen_tree
-from mpx._jax._tree import check_same_structure, check_shape, is_floating, map_with_name
+from mpx._jax._formats import at_least_f32
+from mpx._jax._nnx import without_variables
+from mpx._jax._tree import (
+    cast_leaf,
+    check_same_structure,
+    check_shape,
+    is_floating,
+    map_with_name,
+)
 from mpx._optim._optax import MasterWeightsState
 from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
 from mpx._optim._state import FlashState, Stepped, from_master, master_params
@@ -52,8 +59,14 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
         check_same_structure(params, kept.master, "`to_f32`")
         weights, new = kept.master, kept.inner_state
     else:
-        return Stepped(widen_tree(params), state)
-    return Stepped(widen_tree(weights), _replaced(state, kept, new))
+        return Stepped(_widened(params), state)
+    return Stepped(_widened(weights), _replaced(state, kept, new))
+
+
+def _widened(tree: PyTree) -> PyTree:
+    """Casts all leaves of 16 bits to f32, also those inside of modules and states."""
+    wide = lambda x: cast_leaf(x, at_least_f32(x.dtype)) if is_floating(x) else x  # noqa: E731
+    return jax.tree.map(wide, tree)
 
 
 def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> Stepped:
@@ -166,6 +179,7 @@ def _optax_state(state: FlashState) -> PyTree:
 def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     """Returns a compressed state that holds the moments and the count of another one."""
     trees, count = _moments_of(source, state)
+    trees = [without_variables(tree) for tree in trees]
     is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
     params = jax.tree.map(lambda _: 0, state.packed, is_leaf=is_packed)
     for kind, tree in zip(state.moments, trees, strict=True):

@@ -91,7 +91,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     _check(operands, vocab_axis % 2)
     dtypes = {operands.hidden.dtype, operands.weight.dtype}
     # JAX may be told not to promote dtypes.
-    wide = np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+    wide = np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
     has_total = not (isinstance(label_smoothing, int | float) and label_smoothing == 0)
     head = Head(
         dtype=wide if len(dtypes) > 1 else operands.weight.dtype,
