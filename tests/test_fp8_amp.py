@@ -188,6 +188,7 @@ def both(func, recipe="current", dtype="bf16", **options):
     return wrap(cast), wrap(lambda *args: cast(*args))
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_pass_gives_the_numbers_of_two(name, passes):
     func, params = FUNCTIONS[name]
