@@ -151,7 +151,7 @@ def _come_first(axes: Axes) -> bool:
     return sorted(axes) == list(range(len(axes)))
 
 
-Shared = dict[Any, tuple[Array, tuple[Operand, Operand]]]
+Shared = dict[Any, tuple[PyTree, PyTree]]
 """Quantised tensors by the `id` and role of the original, which is kept with them."""
 
 
