@@ -397,7 +397,7 @@ class Fp8InAmp(Autocast):
 
 
 def _may_enter(eqn: Equation) -> bool:
-    """Returns whether matmuls inside of an equation may run in 8 bits."""
+    """Returns whether matmuls inside an equation may run in 8 bits."""
     name = eqn.primitive.name
     return name in _ENTERED and (name != HI_PRIMITIVE or hi_remat(eqn) is not None)
 
