@@ -6,6 +6,7 @@ accumulated and undone.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -159,9 +160,12 @@ class Call:
         """
         nodes, known = _nodes(out), self.state.arrays
         new, old = _state_structures(nodes), _state_structures(known.items())
-        equinox = _by_name(new, old) or dict(zip(new, old, strict=False))
-        if len(new) != len(old) or any(new[x] != old[y] for x, y in equinox.items()):
-            equinox = {}
+        equinox: dict[str, str] = {}
+        for pairs in (_by_name(new, old), dict(zip(new, old, strict=False))):
+            fits = len(new) == len(old) == len(pairs)
+            if fits and all(new[x] == old[y] for x, y in pairs.items()):
+                equinox = pairs
+                break
         shapes = {str(name): shape_of(x) for name, x in nodes if is_array(x)}
         collections: dict[str, dict[str, str]] = {}
         for name in [x for x in known if x not in old]:
@@ -322,22 +326,27 @@ def _state_structures(nodes: Iterable[tuple[str, PyTree]]) -> dict[str, PyTree]:
     return {name: jax.tree.structure(x) for name, x in nodes if _is_equinox_state(x)}
 
 
+def _shared_words(place: str, names: Iterable[str]) -> list[int]:
+    """Returns how many words a place has in common with each name."""
+    words = {x for x in re.split("[/_]", place) if not x.isdigit()} - {""}
+    return [len(words & {*re.split("[/_]", name)}) for name in names]
+
+
 def _by_name(new: Iterable[str], old: Iterable[str]) -> dict[str, str]:
-    """Pairs results with arguments whose names have theirs in them, if that is clear."""
+    """Pairs results with the arguments nearest in name, if that is clear."""
     found: dict[str, str] = {}
     for place in new:
-        word = place.rpartition("/")[2]
-        fitting = [name for name in old if word in name and not word.isdigit()]
-        if len(fitting) != 1 or fitting[0] in found.values():
+        shared = dict(zip(old, _shared_words(place, old), strict=True))
+        best = [name for name, n in shared.items() if n and n == max(shared.values())]
+        if len(best) != 1 or best[0] in found.values():
             return {}
-        found[place] = fitting[0]
+        found[place] = best[0]
     return found
 
 
 def _nearest(place: str, collections: list[str]) -> str:
     """Returns the collection whose name has the most in common with a place."""
-    words = {*place.split("/")}
-    shared = [len(words & {*name.split("/")}) for name in collections]
+    shared = _shared_words(place, collections)
     best = [x for x, n in zip(collections, shared, strict=True) if n == max(shared)]
     if len(best) > 1:
         arguments = " or ".join(f"`{name[1:]}`" for name in best)
