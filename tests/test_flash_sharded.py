@@ -379,6 +379,16 @@ def specs_of(optimizer, shape, mesh, spec):
     return jax.tree.map(lambda x: x.sharding.spec, (params, optimizer.init(params)))
 
 
+@pytest.mark.parametrize("name", ["adamw", "f32 moments"])
+def test_moments_of_shapes_are_sharded_like_the_parameters(name):
+    mesh, spec = make_mesh(AxisType.Auto), LAYOUTS["2-D"]
+    params, _ = problem(SHAPE, mesh, spec)
+    state = OPTIMIZERS[name].init(jax.tree.map(shape_with_sharding, params))
+    moments = state.mu, state.nu, state.correction
+    assert len(jax.tree.leaves(moments)) > 2
+    assert not unlike(moments, mesh, spec)
+
+
 @pytest.mark.some(2)
 @each_axis_type
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._jax._sharding import sharded_as, whole_groups, zeros_alike
+from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._optim._options import F32, PARAM_DTYPES, Compression, StateFormat
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
@@ -158,7 +158,7 @@ class Packing:
     def view(self, packed: Packed) -> Unpacked:
         """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed)):
-            return jax.eval_shape(self.view, packed)
+            return _sharded_like(packed, jax.eval_shape(self.view, packed))
         codes, scales = _planes(packed.codes), _planes(packed.scales)
         given = [len(codes), len(scales)]
         expected = [words_of(dtypes)[1] for dtypes in self.dtypes]
@@ -169,6 +169,19 @@ class Packing:
                 "read them inside."
             )
         return self.unpack(Packed(codes, scales))
+
+
+def _sharded_like(packed: Packed, shapes: Unpacked) -> Unpacked:
+    """Returns the shapes of moments and correction, sharded like what they are read from."""
+
+    def place(x: PyTree, whole: PyTree = packed.codes) -> PyTree:
+        if isinstance(x, Quantized):
+            return Quantized(place(x.codes), place(x.scale, packed.scales))
+        is_own = isinstance(whole, tuple)  # an array for each, else planes of one
+        sharding = whole[0].sharding if is_own else unstacked(whole.sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, is_leaf=lambda x: isinstance(x, Quantized))
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
