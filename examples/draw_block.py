@@ -96,7 +96,7 @@ def trace():
 
 
 def computes_in_f32(eqn):
-    """Returns whether an equation, or one inside of it, does more than cast to f32."""
+    """Returns whether an equation, or one inside it, does more than cast to f32."""
     inner = eqn.params.get("jaxpr")
     if inner is not None:
         return any(map(computes_in_f32, inner.eqns))

@@ -14,13 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from mpx._casting._cast import is_state_node
-from mpx._casting._context import (
-    Reduce,
-    Shards,
-    argument_names,
-    original,
-    over_shards,
-)
+from mpx._casting._context import Reduce, Shards, argument_names, original, over_shards
 from mpx._casting._keep import is_statistic
 from mpx._gradients._call import State
 from mpx._gradients._grad import (

@@ -64,7 +64,7 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
 
 
 def _widened(tree: PyTree) -> PyTree:
-    """Casts all leaves of 16 bits to f32, also those inside of modules and states."""
+    """Casts all leaves of 16 bits to f32, also those inside modules and states."""
     wide = lambda x: cast_leaf(x, at_least_f32(x.dtype)) if is_floating(x) else x  # noqa: E731
     return jax.tree.map(wide, tree)
 

@@ -16,14 +16,7 @@ from mpx._jax._compat import primitive_name
 from mpx._jax._warn import tell
 from mpx._program._queries import MATMULS, flops, walk
 from mpx._scaling._loss_scaling import StaticLossScaling
-from mpx.inspect._emulation import (
-    Change,
-    Emulation,
-    Keep,
-    Rounded,
-    change,
-    label_of,
-)
+from mpx.inspect._emulation import Change, Emulation, Keep, Rounded, change, label_of
 from mpx.inspect._program import gradient, program
 from mpx.inspect._result import Result, Table, percent
 

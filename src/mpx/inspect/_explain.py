@@ -16,14 +16,7 @@ from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
 from mpx.inspect._blame import EPSILON, Blame, Verdict
 from mpx.inspect._equations import to_host
-from mpx.inspect._program import (
-    Place,
-    Program,
-    gradient,
-    place_of,
-    program,
-    unwrapped,
-)
+from mpx.inspect._program import Place, Program, gradient, place_of, program, unwrapped
 from mpx.inspect._result import Result, Table, source_of
 from mpx.inspect._run import NAN, Node
 

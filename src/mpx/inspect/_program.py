@@ -13,12 +13,7 @@ from mpx._amp._facts import Recording, recorded
 from mpx._casting._context import argument_names, gradient_function
 from mpx._fp8._delayed import Fp8State
 from mpx._fp8._transform import Fp8Function
-from mpx._jax._compat import (
-    as_function,
-    eval_jaxpr,
-    primitive_name,
-    source_frames,
-)
+from mpx._jax._compat import as_function, eval_jaxpr, primitive_name, source_frames
 from mpx._jax._tree import LeafName, is_floating
 from mpx._program._flow import Walk, moved, pull
 from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes, Transformation

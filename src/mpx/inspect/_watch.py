@@ -15,12 +15,7 @@ from mpx._fp8 import Fp8State
 from mpx._gradients._grad import GradResult
 from mpx._jax._arguments import as_count
 from mpx._jax._nnx import without_variables
-from mpx._jax._tree import (
-    all_finite,
-    check_same_structure,
-    is_floating,
-    named_leaves,
-)
+from mpx._jax._tree import all_finite, check_same_structure, is_floating, named_leaves
 from mpx._jax._warn import warn
 from mpx.inspect._exponents import ExponentStats, exponent_stats
 from mpx.inspect._result import Result, Table, percent
