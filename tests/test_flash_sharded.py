@@ -383,7 +383,8 @@ def specs_of(optimizer, shape, mesh, spec):
 def test_moments_of_shapes_are_sharded_like_the_parameters(name):
     mesh, spec = make_mesh(AxisType.Auto), LAYOUTS["2-D"]
     params, _ = problem(SHAPE, mesh, spec)
-    state = OPTIMIZERS[name].init(jax.tree.map(shape_with_sharding, params))
+    shapes = jax.tree.map(shape_with_sharding, params)
+    state: Any = OPTIMIZERS[name].init(shapes)
     moments = state.mu, state.nu, state.correction
     assert len(jax.tree.leaves(moments)) > 2
     assert not unlike(moments, mesh, spec)
