@@ -10,7 +10,9 @@ import argparse
 import collections
 import contextlib
 import json
+import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -27,13 +29,13 @@ def read_options(doc, text):
     """Reads the options that a text lists; the docstring of the script is their help.
 
     `name` is a flag, `name=3` has a default and its type, `name=a,b` is a list with commas,
-    and `name=int` or `name=str` has no default. `--child` and `--child-cache` are passed to
-    the processes of single cases.
+    and `name=int` or `name=str` has no default. `--json` is where `run_cases` writes what it
+    measured; `--child` and `--child-cache` are passed to the processes of single cases.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for option in f"{text} child=str child_cache=str".split():
+    for option in f"{text} json=str child=str child_cache=str".split():
         name, is_given, default = option.partition("=")
         flag = f"--{name.replace('_', '-')}"
         if not is_given:
@@ -109,7 +111,37 @@ def run_cases(cases, options, *, shared_cache=True):
                 spent = time.perf_counter() - start
                 told = record.get("error") or number(record.get("ms"), 3, " ms")
                 print(f"{case:24} after {spent:4.0f} s: {told}", flush=True)
+                if options.json:
+                    write_json(options.json, runs)
     return runs
+
+
+def write_json(path, runs):
+    """Writes the best pass of each case, with the command and the machine.
+
+    It is written after every case: a run that is cut off keeps what it has.
+    """
+    best = {
+        case: min(good, key=lambda record: record.get("ms", 0))
+        for case, records in runs.items()
+        if (good := [record for record in records if "error" not in record])
+    }
+    machine = next((record["environment"] for record in best.values()), None)
+    own = lambda record: {k: v for k, v in record.items() if k != "environment"}  # noqa: E731
+    cases = {case: own(record) for case, record in best.items()}
+    found = {"command": command(), "machine": machine, "cases": cases}
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    # A list of numbers on one line.
+    text = re.sub(r"\[[-\d.e,\s]+\]", lambda x: re.sub(r"\s+", " ", x[0]), text)
+    pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def command():
+    """Returns the command of this run, without the names of files of this machine."""
+    script = pathlib.Path(sys.argv[0]).name
+    text = " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+    text = re.sub(r" --json \S+", "", text)
+    return re.sub(r"(--clones|--peer) \S+", r"\1 FOLDER", text)
 
 
 def best_runs(runs):

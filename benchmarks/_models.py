@@ -35,6 +35,7 @@ TINY = Size(64, 4, 2, 256, 32)
 # The defaults are those of GPT-2 124M, and of ViT-Base/16.
 SIZES = {
     "vit-base": Size(image=224),
+    "vit-desktop": Size(256, 4, image=32, patch=4, hidden=800, classes=100),
     "gpt2": Size(),
     "gpt2-linen": Size(library="linen"),
     "gpt2-nnx": Size(library="nnx"),

@@ -9,7 +9,8 @@ how many Python functions of mpx are called, and how many of its files they are 
 Then the gradient of a GPT with unrolled layers is traced in one process, plain and under
 each transformation in turn, and the shortest of several times is printed: processor time
 of `jax.jit(jax.value_and_grad(loss)).trace(...)`. Each time the function is a new one, so
-that JAX finds in its caches no more than its own jitted functions. `f32` is the plain loss;
+that JAX finds in its caches no more than its own jitted functions. Python's collector of
+cycles is off, as in `timeit`: its pauses depend on all that is in memory. `f32` is the plain loss;
 `fp8` gets bf16 parameters; `left alone` is what the size rule makes of a model of this
 size, `all` has `min_gain=0`.
 """
@@ -53,9 +54,13 @@ def trace_seconds(transform, loss, *args):
     fresh = lambda params, batch: loss(params, batch)  # noqa: E731 (in no cache of JAX)
     step = jax.jit(jax.value_and_grad(transform(fresh)))
     gc.collect()
-    start = time.process_time()
-    step.trace(*args)
-    return time.process_time() - start
+    gc.disable()
+    try:
+        start = time.process_time()
+        step.trace(*args)
+        return time.process_time() - start
+    finally:
+        gc.enable()
 
 
 def trace_in_turn(model, repeat):

@@ -4,6 +4,7 @@
     python benchmarks/optim.py --modes chain,chain-select --models gpt-1b --steps 10
     python benchmarks/optim.py --modes optax,mpx --models vit-base --group 30
     python benchmarks/optim.py --modes finite,stats --models vit-base
+    python benchmarks/optim.py --models qwen3-layer --modes torch,optax,mpx --optimizer lion
     python benchmarks/optim.py --models tiny         # try the script on a CPU
 
 Each implementation steps each workload in a process of its own, with the same parameters
@@ -14,7 +15,9 @@ the host; "dispatched" has one call per step. See README.md.
 import functools
 import math
 import pathlib
+import statistics
 import sys
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -36,12 +39,14 @@ AGREEMENT = 0.02
 FIXED = {
     "one": [(4096, 12288)],
     "many": [(1024, 1024)] * 64,
+    # A layer of Qwen3-8B without its norms.
+    "qwen3-layer": [(4096, 4096)] * 2 + [(4096, 1024)] * 2 + [(4096, 12288)] * 3,
     "tiny-one": [(64, 96)],
     "tiny-many": [(64, 64)] * 4 + [(7,)],
 }
 # `--models tiny` stands for one leaf, some leaves and a whole tree, too.
 TINY = ["tiny-one", "tiny-many", "tiny"]
-PEERS = ("flashoptim-jax",)
+PEERS = ("flashoptim-jax", "torch")
 
 
 # --- workloads and optimizers -----------------------------------------------------------
@@ -73,12 +78,19 @@ class Built(NamedTuple):
     weights: Any = None  # the f32 weights of a carry; None if nothing is optimized
 
 
-OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 1e-2}
+RATE = {"learning_rate": 1e-3}
+# By optimizer: its options, with the names that optax and mpx share.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": RATE | {"weight_decay": 1e-2},
+    "adam": RATE,
+    "lion": RATE | {"weight_decay": 1e-2},
+    "sgd": RATE | {"momentum": 0.9},
+}
 
 
-def build_optax(shapes):
+def build_optax(shapes, rule):
     """Parameters and state in f32; gradients in bf16, cast where they are used."""
-    tx = optax.adamw(**OPTIONS)
+    tx = getattr(optax, rule)(**OPTIONS[rule])
     step = lambda carry, grads: apply(tx, carry, cast(grads, jnp.float32))  # noqa: E731
     params, grads = draw(shapes, 0, np.float32), draw(shapes, 1, ml_dtypes.bfloat16)
     return Built((params, tx.init(params)), step, grads, lambda carry: carry[0])
@@ -89,7 +101,7 @@ def apply(tx, carry, grads):
     return optax.apply_updates(carry[0], updates), state
 
 
-def build_chain(shapes, skips=False):
+def build_chain(shapes, rule, skips=False):
     """The same with f32 gradients and clipping, and with updates that may be left out."""
     adamw = optax.adamw(1e-4, weight_decay=1e-2)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -105,32 +117,31 @@ def build_chain(shapes, skips=False):
     return Built(start, step, (grads, jnp.array(True)), lambda carry: carry[0])
 
 
-def build_flash(shapes, make, weights):
+def build_flash(shapes, tx, weights):
     """bf16 parameters, compressed state."""
-    tx = make(**OPTIONS)
     params, grads = (draw(shapes, seed, ml_dtypes.bfloat16) for seed in (0, 1))
     step = lambda carry, grads: tuple(tx.step(*carry, grads))  # noqa: E731
     return Built((params, tx.init(params)), step, grads, weights)
 
 
-def build_mpx(shapes, **options):
-    make = functools.partial(mpx.optim.flash_adamw, **options)
-    return build_flash(shapes, make, lambda carry: mpx.optim.master_params(*carry))
+def build_mpx(shapes, rule, **options):
+    tx = getattr(mpx.optim, f"flash_{rule}")(**OPTIONS[rule], **options)
+    return build_flash(shapes, tx, lambda carry: mpx.optim.master_params(*carry))
 
 
-def build_flashoptim_jax(shapes):
+def build_flashoptim_jax(shapes, rule):
     """flashoptim-jax with its kernels; without them where there is no GPU."""
     import flashoptim_jax as peer  # pyright: ignore[reportMissingImports]
 
     fused = jax.default_backend() == "gpu"
-    make = functools.partial(peer.flash_adamw, fused=fused)
+    tx = getattr(peer, f"flash_{rule}")(**OPTIONS[rule], fused=fused)
     weights = lambda carry: peer.reconstruct_weights(carry[0], carry[1].ecc)  # noqa: E731
-    return build_flash(shapes, make, weights)
+    return build_flash(shapes, tx, weights)
 
 
-def build_add(shapes):
+def build_add(shapes, rule):
     """`x + 1` in place, over as many bytes as mpx reads and writes for each parameter."""
-    tx: Any = mpx.optim.flash_adamw(**OPTIONS)
+    tx: Any = getattr(mpx.optim, f"flash_{rule}")(**OPTIONS[rule])
     arrays = []
     for leaf in jax.tree.leaves(shapes):
         param = {"x": jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)}
@@ -142,7 +153,7 @@ def build_add(shapes):
     return Built((arrays,), step, {})
 
 
-def build_seen(shapes, look):
+def build_seen(shapes, rule, look):
     """Sums of what is seen of f32 gradients, which are not used otherwise."""
     grads = draw(shapes, 1, np.float32)
     step = lambda carry, grads: (carry[0] + look(grads),)  # noqa: E731
@@ -161,6 +172,7 @@ MODES: dict[str, Any] = {
 DEFAULT = ",".join(["copy", *MODES])
 MODES |= {
     "copy": None,
+    "torch": None,
     # f32 gradients, clipped; a step that is not finite is left out.
     "chain": build_chain,
     "chain-select": functools.partial(build_chain, skips=True),
@@ -183,10 +195,59 @@ def run_copy(options):
     return {"ms": ms, "rate": 2 * array.nbytes / ms * 1e3}
 
 
+def run_torch(shapes, options):
+    """Times PyTorch's fused optimizer on f32 parameters, with f32 gradients."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    names = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+    renamed = {"learning_rate": "lr"}
+    given = {renamed.get(k, k): v for k, v in OPTIONS[options.optimizer].items()}
+    sizes = [x.shape for x in jax.tree.leaves(shapes)]
+    params = [torch.nn.Parameter(torch.randn(x, device="cuda")) for x in sizes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer = getattr(torch.optim, names[options.optimizer])(
+        params, fused=True, **given
+    )
+    times = []
+    for _ in range(2 + options.calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(options.steps):
+            optimizer.step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / options.steps * 1e3)
+    state = [x for each in optimizer.state.values() for x in each.values()]
+    kept, read_only = (
+        sum(x.nbytes for x in tensors if x.is_cuda)
+        for tensors in ([*params, *filter(torch.is_tensor, state)],
+                        [param.grad for param in params])
+    )  # fmt: skip
+    times = times[2:]
+    return {
+        "ms": statistics.median(times),
+        "ms_low": min(times),
+        "ms_high": max(times),
+        "params": sum(x.numel() for x in params),
+        "leaves": len(params),
+        "arrays": len(params) + len(state),
+        "bytes": 2 * kept + read_only,
+        "resident_bytes": kept + read_only,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "trace_s": None,
+        "compile_s": None,
+        "unchanged": 0,
+        "state_bytes": 0,
+        "alias_bytes": 0,
+    }
+
+
 def run_mode(name, model, options):
     """Compiles, times and checks one implementation on one workload."""
     shapes = shapes_of(model)
-    build = functools.partial(MODES[name], shapes)
+    if name == "torch":
+        return run_torch(shapes, options)
+    build = functools.partial(MODES[name], shapes, options.optimizer)
     built = build()
     both = built.carry, built.grads
     kept, read_only = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in both)
@@ -332,8 +393,9 @@ def main():
     options = measure.read_options(
         __doc__,
         f"models=one,many,vit-base,gpt2 modes={DEFAULT} steps=200 calls=7 group=10 "
-        "peer=, timeout=300.0",
+        "optimizer=adamw peer=, timeout=300.0",
     )
+    measure.pick(OPTIONS, [options.optimizer])
     if options.models == ["tiny"]:
         options.models = TINY
     if options.child is not None:
@@ -350,7 +412,7 @@ def main():
     failed = {case.partition(":")[0] for case in runs.keys() - good.keys()}
     if not good:
         return 1
-    what = f"AdamW, {options.steps} steps in one call, {options.calls} calls; "
+    what = f"{options.optimizer}, {options.steps} steps in one call, {options.calls} calls; "
     on_cpu, wrong = measure.print_machine(next(iter(good.values())), what), []
     copy = good.pop("copy", {}).get("rate")
     for model in options.models:

@@ -516,6 +516,22 @@ BREAKS = [
         "rounding_of_a_bias",
     ),
     Break(
+        "keys get no gradient from rows that a bias hides",
+        "_ops",
+        "jnp.where(is_lost, lax.stop_gradient(query), 0)",
+        "jnp.zeros_like(query)",
+        "amp_attention",
+        "rounding_of_a_bias",
+    ),
+    Break(
+        "no bias hides rows",
+        "_amp",
+        "any([self._may_hide(x) for x in masks.biases])",
+        "False",
+        "amp_attention",
+        "twice_the_size",
+    ),
+    Break(
         "the mask of attention is ignored",
         "_ops",
         'extras.get("mask"),\n        scale',

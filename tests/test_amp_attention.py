@@ -341,6 +341,7 @@ def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     options, extras = SIMULATED[name]
     fields = {"is_causal": False, "window": None, **options}
     spec = _attention.Attention(scale=0.3, extras=tuple(extras), **fields)
+    spec = spec._replace(may_hide=name.startswith("a row"))
     low = [x.astype(jnp.bfloat16) for x in ARGS]
     arrays = (jnp.asarray(x) for x in extras.values())
     arrays = (x if x.dtype == bool else x.astype(jnp.float32) for x in arrays)
@@ -358,18 +359,54 @@ def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
         return expect(*wide, *given[3 : len(spec.free)])
 
     expected = exact(cotangent)
-    if name in ("a row of a mask", "a row of two masks"):
-        # The queries of such a row are 0, so that keys get nothing from it.
-        expected[2] = exact(cotangent.at[:, ROW[:, 0]].set(0))[2]
     monkeypatch.setattr(jax.nn, "dot_product_attention", simulated)
-    simulating = functools.partial(
-        both, lambda *given: _attention._vjp(given, spec, spec.free)
-    )
-    actual = jax.jit(simulating)(cotangent, *given)
+
+    def kernel(*free):
+        more = [*free[3:], *given[len(spec.free) :]]
+        extras = dict(zip(spec.extras, more, strict=True))
+        operands, padded = _attention._padded(free[:3], extras, spec)
+        out, _ = _attention._vjp(operands, padded, padded.free)
+        return out[..., : free[2].shape[-1]]
+
+    simulating = functools.partial(both, functools.partial(jax.vjp, kernel))
+    actual = jax.jit(simulating)(cotangent, *given[: len(spec.free)])
     for i, (got, x) in enumerate(zip(actual, expected, strict=True)):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
         got, x = (np.nan_to_num(np.asarray(y, np.float64)) for y in (got, x))
         assert np.linalg.norm(got - x) <= 8 * UNIT * max(np.linalg.norm(x), 1e-3), i
+
+
+HIDING = {
+    "a table of parameters": (lambda p, x: p["table"][PLACE[:, None] - PLACE], False),
+    "slopes": (lambda p, x: -(2.0**-4) * PLACE.astype(np.float32), False),
+    "a matmul of data": (lambda p, x: x["bias"] @ p["table"], False),
+    "data": (lambda p, x: x["bias"], True),
+    "a padding that is added": (
+        lambda p, x: (1.0 - x["tokens"].astype(jnp.float32)) * -1e9,
+        True,
+    ),
+    "a table and a padding": (
+        lambda p, x: p["table"] + jnp.where(x["tokens"] > 0, 0.0, -1e30)[None],
+        True,
+    ),
+}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("name", HIDING)
+def test_scores_that_a_bias_may_hide_are_in_a_kernel_of_twice_the_size(name):
+    bias, may_hide = HIDING[name]
+    size = ARGS[0].shape[-1]
+
+    def func(params, x):
+        return loss(*ARGS, bias(params, x).reshape(1, 1, -1, LENGTH))
+
+    table = normal(1, 2 * LENGTH) if "table of" in name else normal(1, LENGTH, LENGTH)
+    batch = {"bias": normal(2, LENGTH, LENGTH), "tokens": jnp.ones(LENGTH, jnp.int32)}
+    jaxpr = jax.make_jaxpr(mpx.amp(func))({"table": table}, batch)
+    (eqn,) = (x for x in equations(jaxpr) if x.primitive.name in ATTENTION)
+    assert eqn.params["spec"].may_hide is may_hide
+    assert eqn.invars[0].aval.shape[-1] == (2 * size if may_hide else size)
 
 
 @pytest.mark.usefixtures("cuda")

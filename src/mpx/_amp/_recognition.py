@@ -29,9 +29,10 @@ from mpx._recognise._match import (
     fill_empty_rows,
     find_attention,
     masks_of,
+    may_mask,
     reason_for_miss,
 )
-from mpx._recognise._softmax import Program, Term, history, reach
+from mpx._recognise._softmax import MASKED, Program, Side, Term, history, reach
 
 _NATURAL = (
     lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -134,12 +135,22 @@ class _Search:
         zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
         extras = jax.eval_shape(lambda: masks.arrays(match, zeros))
         spec = kernel.Attention(
-            match.scores.scale, masks.is_causal, masks.window, tuple(extras)
+            match.scores.scale,
+            masks.is_causal,
+            masks.window,
+            tuple(extras),
+            any([self._may_hide(x) for x in masks.biases]),
         )
         (dtype,) = dtypes
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
         against = kernel.reason_against(spec, arrays, extras)
         return against or _replacement(match, masks, spec, dtype, self.scopes)
+
+    def _may_hide(self, bias: Side | np.ndarray) -> bool:
+        """Returns whether a bias may be so low that it hides whole rows."""
+        if isinstance(bias, np.ndarray):
+            return not np.all(np.abs(bias) < -MASKED)
+        return may_mask(bias.term, lambda x: not self._fact_of(x).is_param)
 
     def _reason_to_keep(self, match: Match) -> str | None:
         """Returns which rule or precision asks for the operations as they are written."""

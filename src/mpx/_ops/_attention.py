@@ -53,6 +53,7 @@ class Attention(NamedTuple):
     # For causal attention, the number of keys that it sees to the left, and 0
     window: tuple[int, int] | None
     extras: tuple[str, ...]  # those of `bias`, `mask`, `kv_seqlen` that are operands
+    may_hide: bool = False  # Whether the bias may be so low that it hides whole rows
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -103,10 +104,12 @@ def _vjp(
         lengths = query.shape[1], key.shape[1]
         extras = dict(zip(spec.extras, more, strict=True))
         if "bias" in extras:
-            seen = [extras["mask"]] if "mask" in extras else []
-            seen += [causal(*lengths, spec.window)] if spec.is_causal else []
-            visible = functools.reduce(jnp.logical_and, seen) if seen else None
-            query, extras["bias"] = _fitting(query, extras["bias"], visible)
+            # Softmax does not change if a number is added to all scores of a query. So the
+            # largest bias that it sees becomes 0, and 16 bits are enough: lower ones have
+            # less weight, the less exact they are.
+            bias = extras["bias"] - _highest(extras, spec, lengths)
+            bias = jnp.maximum(bias, _LEAST[query.dtype.name])
+            extras["bias"] = convert_dtype(bias, query.dtype)
         # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
         # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
         full = [
@@ -126,29 +129,43 @@ def causal(rows: int, keys: int, window: tuple[int, int] | None) -> Array:
     return before if window is None else before & (row - key <= window[0])
 
 
-def _fitting(query: Array, bias: Array, visible: Array | None) -> tuple[Array, Array]:
-    """Returns queries and a bias of which 16 bits are enough.
+def _highest(
+    extras: Mapping[str, Array], spec: Attention, lengths: tuple[int, int]
+) -> Array:
+    """Returns the largest bias of the keys that a query sees."""
+    bias = lax.stop_gradient(extras["bias"])
+    seen = [extras["mask"]] if "mask" in extras else []
+    seen += [causal(*lengths, spec.window)] if spec.is_causal else []
+    if not seen:
+        return jnp.max(bias, axis=-1, keepdims=True)
+    visible = functools.reduce(jnp.logical_and, seen)
+    # One bias stays one for the whole batch: cuDNN has the gradient of no other.
+    shared = [i for i in (0, 1) if bias.shape[i] == 1]
+    visible = jnp.any(visible, axis=shared, keepdims=True)
+    highest = jnp.max(jnp.where(visible, bias, -jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(jnp.any(visible, axis=-1, keepdims=True), highest, 0.0)
 
-    Softmax does not change if a number is added to all scores of a query. So the largest
-    bias of a key that it sees becomes 0: lower ones have less weight, the less exact they
-    are.
+
+def _without_hidden_scores(
+    arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
+) -> Sequence[Array]:
+    """Returns operands whose scores are 0 in the rows that a bias hides.
+
+    Beside such a bias f32 keeps nothing of scores, but their derivatives stay. The kernel,
+    which computes the weights again from the logsumexp, would not even keep their sum. So
+    query and key are twice as long: in such a row `[q, 0] [k, 0]` becomes `[0, q] [k, 0]`,
+    whose derivative with respect to both is the same.
     """
-    highest = lax.stop_gradient(bias)
-    if visible is not None:
-        # One bias stays one for the whole batch: cuDNN has the gradient of no other.
-        shared = [i for i in (0, 1) if bias.shape[i] == 1]
-        visible = jnp.any(visible, axis=shared, keepdims=True)
-        highest = jnp.where(visible, highest, -jnp.inf)
-    highest = jnp.max(highest, axis=-1, keepdims=True)
-    if visible is not None:
-        highest = jnp.where(jnp.any(visible, axis=-1, keepdims=True), highest, 0.0)
-    shifted = jnp.maximum(bias - highest, _LEAST[query.dtype.name])
-    # Beside such numbers f32 keeps nothing of scores, and the kernel, which computes the
-    # weights again from the logsumexp, not even their sum. Such scores are 0 here: the
-    # query gets its gradient, keys get nothing from it.
+    query, key, value = arrays
+    zero = lambda x: x - lax.stop_gradient(x)  # noqa: E731
+    highest = _highest(extras, spec, (query.shape[1], key.shape[1]))
     is_lost = (jnp.abs(highest) >= _ABSORBING).swapaxes(1, 2)
-    query = jnp.where(is_lost, query - lax.stop_gradient(query), query)
-    return query, convert_dtype(shifted, query.dtype)
+    parts = (
+        jnp.where(is_lost, zero(query), query),
+        jnp.where(is_lost, lax.stop_gradient(query), 0),
+    )
+    both = jnp.concatenate(parts, -1), jnp.concatenate([key, zero(key)], -1)
+    return *both, value
 
 
 _ABSORBING = 1e8
@@ -370,6 +387,8 @@ def _padded(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> tuple[list[Array], Attention]:
     """Returns operands that are padded where the kernel needs it, and the call on them."""
+    if spec.may_hide:
+        arrays = _without_hidden_scores(arrays, extras, spec)
     query, key, value = arrays
     rows, keys = query.shape[1], key.shape[1]
     more_rows, more_keys = rows % 2, keys % 2

@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._ops._attention import causal
-from mpx._recognise._constants import RULES, SAME
+from mpx._program._queries import MATMULS
+from mpx._recognise._constants import SAME
 from mpx._recognise._softmax import (
     MASKED,
     SUMMED,
@@ -300,7 +301,7 @@ def masks_of(match: Match) -> Masks | str:
         [*biases, *([] if bias is None else [bias])],
         [*masks, *([] if form else [mask])],
     )
-    if len(sides) > 1 and any(_may_mask(x.term) for x in biases):
+    if len(sides) > 1 and any(may_mask(x.term) for x in biases):
         return "a bias that seems to be a mask, beside others"
     largest = 0.0 if bias is None else 2 * float(np.abs(bias).max())
     largest = max(largest, _BIASES) if biases else largest
@@ -321,14 +322,15 @@ def masks_of(match: Match) -> Masks | str:
     return found._replace(empty=empty, is_added=is_added)
 
 
-def _may_mask(bias: Term) -> bool:
-    """Returns whether a bias is computed with numbers as large as those of masks."""
-    enters = lambda x: x.constant is None and x.name in RULES  # noqa: E731
-    for term in itertools.islice(reach([bias], enters), _MOST_SEARCHED):
+def may_mask(bias: Term, is_low: Callable[[Term], bool] = lambda _: False) -> bool:
+    """Returns whether numbers of masks enter a bias: constants, or arguments that may be."""
+    is_float = lambda x: jnp.issubdtype(x.aval.dtype, jnp.floating)  # noqa: E731
+    is_open = lambda x: x.constant is None and x.name not in MATMULS  # noqa: E731
+    for term in filter(is_float, reach([bias], lambda x: is_float(x) and is_open(x))):
         value = term.constant
-        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
-            continue
-        if value.size and not np.abs(value).max() < -MASKED:
+        if value is not None and not np.all(np.abs(value) < -MASKED):
+            return True
+        if value is None and term.eqn is None and is_low(term):
             return True
     return False
 
