@@ -281,19 +281,19 @@ def first_state(
     correction = compression.correction_dtype(param)
     quantized = compression.quantizes(param)
     packing = Packing(moments, compression.format, quantized, correction)
-    packed = packing.zeros(param, compression.group_size)
     is_struct = isinstance(param, jax.ShapeDtypeStruct)
-    if correction is not None and compression.jitter and not is_struct:
-        seed = np.uint32(zlib.crc32(name.encode()))
-        packed = _place(jnp.asarray(param), packed, seed, packing=packing)
-    return packed
+    if correction is None or not compression.jitter or is_struct:
+        return packing.zeros(param, compression.group_size)
+    seed = np.uint32(zlib.crc32(name.encode()))
+    return _placed(jnp.asarray(param), seed, packing, compression.group_size)
 
 
-# Under jit, so that nothing but the state is written to memory.
-@functools.partial(jax.jit, static_argnames="packing", donate_argnums=1)
-def _place(param: Array, packed: Packed, seed: Array, *, packing: Packing) -> Packed:
+# Under jit, so that nothing but the state is written to memory, and once.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _placed(param: Array, seed: Array, packing: Packing, group_size: int) -> Packed:
     codec: PyTree = packing.master(param.dtype)
     random = sharded_as(random_bits(param.shape, seed), param)
+    packed = packing.zeros(param, group_size)
     return _with_correction(packed, packing, place(codec, param, random))
 
 
