@@ -165,9 +165,10 @@ class Checkpointer:
         # Again, since the only one may be replaced by the next while they are listed.
         steps = self.steps() or self.steps()
         if not steps or (step is not None and step not in steps):
-            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            which = "" if step is None else f" of step {step}"
+            has = f", which has those of the steps {steps}" if steps else ""
             raise FileNotFoundError(
-                f"There is {which} in {self._path}, which has those of the steps {steps}."
+                f"There is no checkpoint{which} in {self._path}{has}."
             )
         number = steps[-1] if step is None else step
         where, opened = self._path / str(number), open_state(template)

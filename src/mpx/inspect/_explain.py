@@ -10,7 +10,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from mpx._fp8 import Fp8Function, Fp8State
+from mpx._casting._context import is_amp, is_fp8
+from mpx._fp8 import Fp8State
 from mpx._jax._formats import FORMATS
 from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
@@ -145,8 +146,8 @@ class _Reader:
         self, blame: Blame, func: Callable[..., Any], scaling: LossScaling | None
     ) -> None:
         self._blame, self._has_scaling = blame, scaling is not None
-        self._wrapper = "amp" if hasattr(func, "mpx_autocast") else ""
-        self._wrapper = "fp8" if isinstance(func, Fp8Function) else self._wrapper
+        # What `amp` keeps is f32 under `fp8`, too; what `fp8` keeps has 16 bits.
+        self._wrapper = "amp" if is_amp(func) else "fp8" if is_fp8(func) else ""
         self.scale = 1.0 if scaling is None else float(scaling.loss_scaling)
 
     def finding(self, verdict: Verdict) -> Finding:
@@ -201,9 +202,10 @@ class _Reader:
         if self._wrapper:
             selector = place.param if place.primitive in MATMULS else ""
             selector = selector.partition("/")[2] or selector or place.scope
-            keep = f'keep it in f32: `mpx.{self._wrapper}(fn, keep="{selector}")`'
+            kept = "f32" if self._wrapper == "amp" else "16 bits"
+            keep = f'keep it in {kept}: `mpx.{self._wrapper}(fn, keep="{selector}")`'
             if not selector:
-                keep = "keep it in f32: put it under `with mpx.amp_stop():`"
+                keep = f"keep it in {kept}: put it under `with mpx.amp_stop():`"
         low, room = node.format or FORMATS["f32"], self._blame.headroom * self.scale
         short, backward = low.name in ("f16", "e5m2", "e4m3"), place.backward
         cases = {
