@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import sys
 
-optional = ["flax", "haiku", "matplotlib", "orbax", "rich", "sklearn"]
+optional = ["flax", "haiku", "matplotlib", "orbax", "sklearn"]
 if "without" in sys.argv:
     sys.modules.update(dict.fromkeys(optional))
 
