@@ -80,9 +80,8 @@ def predict(model, images):
     return jax.vmap(model)(images).argmax(-1)
 
 
-def train(loss_fn, images, labels, steps):
+def train(loss_fn, model, images, labels, steps):
     """Returns the trained model and its losses."""
-    model = ViT(jax.random.key(0), **SIZE)
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 2e-3, 20, steps))
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -109,14 +108,13 @@ def main(argv=None):
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     test = slice(1500, None)
-    results = {}
+    model, results = eqx.filter_jit(ViT)(jax.random.key(0), **SIZE), {}
     for name, loss in {"f32": loss_fn, "amp": mpx.amp(loss_fn)}.items():
-        model, losses = train(loss, images[:1500], labels[:1500], args.steps)
-        guess = predict(model, images[test])
+        trained, losses = train(loss, model, images[:1500], labels[:1500], args.steps)
+        guess = predict(trained, images[test])
         accuracy = float(jnp.mean(guess == labels[test]))
         results[name] = np.mean(losses[-max(1, args.steps // 10) :]), accuracy
         print(f"{name}: loss {results[name][0]:.3f}, test accuracy {accuracy:.3f}")
-    model = ViT(jax.random.key(0), **SIZE)
     print(mpx.inspect.report(mpx.amp(loss_fn), model, images[:64], labels[:64]))
     return results
 
