@@ -48,7 +48,8 @@ def load_digits():
     """Returns images with about mean 0 and deviation 1, and labels; shuffled."""
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    return np.float32((images[order] - 5) / 6), labels[order].astype(np.int32)
+    images = ((images[order] - 5) / 6).astype(np.float32)
+    return images, labels[order].astype(np.int32)
 
 
 def batches(images, labels, steps):

@@ -33,27 +33,27 @@ def compile_quickly():
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion  # as a user runs it
-def test_the_demo_shows_what_it_promises(tmp_path, capsys):
+def test_the_demo_shows_what_it_promises(tmp_path, capsys, monkeypatch):
     # Without transformer blocks: they take most of the compile time.
     size = {"patch": 4, "width": 32, "hidden": 0, "heads": 1, "layers": 0}
     demo = load("digits", SIZE=size, LR=3e-3)
+    modes = {k: v for k, v in demo.MODES.items() if k != "mixed-bf16"}  # as equinox_vit
+    monkeypatch.setattr(demo, "MODES", modes)
     figure, page = tmp_path / "out/digits.png", tmp_path / "page.md"
     page.write_text("Before.\n{}\nold\n{}\nAfter.".format(*load("_report").MARKERS))
     runs = demo.main(["--steps", "60", "--figure", str(figure), "--page", str(page)])
     out = capsys.readouterr().out
 
-    f32, bf16, f16, plain_bf16, plain_f16 = runs.values()
+    f32, f16, plain_bf16, plain_f16 = runs.values()
     assert f32.losses.shape == (60,)
     assert f32.loss < 0.8 * f32.losses[:5].mean()
-    # 8 bits of mantissa: the mixed losses follow f32 much closer than they fall.
-    np.testing.assert_allclose(bf16.losses, f32.losses, atol=0.05)
     assert f16.skipped > 0
     assert f16.scale == 2.0 ** (24 - f16.skipped)
     assert not f16.broken
     assert plain_f16.broken
-    assert (f32.stuck, bf16.stuck) == (0, 0)
+    assert (f32.stuck, f16.stuck) == (0, 0)
     assert plain_bf16.stuck > 0
-    assert f32.state_bytes == bf16.state_bytes == f16.state_bytes
+    assert f32.state_bytes == f16.state_bytes
     assert plain_bf16.state_bytes < 0.51 * f32.state_bytes
 
     for mode in demo.MODES:
@@ -61,7 +61,7 @@ def test_the_demo_shows_what_it_promises(tmp_path, capsys):
     assert (
         f"plain-f16: broken, the loss is not finite from step {plain_f16.broken}" in out
     )
-    assert "mixed-bf16: as good as f32" in out
+    assert "mixed-f16: as good as f32" in out
     assert "Matmul operations: 100.0 % in bf16" in out
     assert "model/embed/weight" in out
     assert figure.read_bytes().startswith(b"\x89PNG")
