@@ -33,7 +33,7 @@ PYTEST      = $(CACHE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --dur
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
-demo: $(VENV)/demo.done  ## Train a small model in five precisions, compare and inspect them.
+demo: $(VENV)/demo.done  ## Train a small model in five precisions and compare them.
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/test.done  ## Run the tests and the docstring examples.

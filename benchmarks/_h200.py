@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from mpx._jax._devices import assumed_gpu
+from mpx._jax._compat import assumed_gpu
 from mpx._jax._private import assumed_cudnn
 
 

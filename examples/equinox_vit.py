@@ -17,8 +17,7 @@ import sklearn.datasets
 
 import mpx
 
-PATCH, WIDTH, HEADS, LAYERS = 2, 64, 4, 3
-PLACES = (8 // PATCH) ** 2
+SIZE = {"patch": 2, "width": 64, "hidden": 256, "heads": 4, "layers": 3}
 
 
 class Block(eqx.Module):
@@ -28,13 +27,13 @@ class Block(eqx.Module):
     up: eqx.nn.Linear
     down: eqx.nn.Linear
 
-    def __init__(self, key):
+    def __init__(self, key, width, hidden, heads):
         first, second, third = jax.random.split(key, 3)
-        self.norm1 = eqx.nn.LayerNorm(WIDTH)
-        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=first)
-        self.norm2 = eqx.nn.LayerNorm(WIDTH)
-        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=second)
-        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=third)
+        self.norm1 = eqx.nn.LayerNorm(width)
+        self.attention = eqx.nn.MultiheadAttention(heads, width, key=first)
+        self.norm2 = eqx.nn.LayerNorm(width)
+        self.up = eqx.nn.Linear(width, hidden, key=second)
+        self.down = eqx.nn.Linear(hidden, width, key=third)
 
     def __call__(self, x):
         normed = jax.vmap(self.norm1)(x)
@@ -49,18 +48,22 @@ class ViT(eqx.Module):
     blocks: list[Block]
     norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
+    patch: int = eqx.field(static=True)
 
-    def __init__(self, key):
-        keys = jax.random.split(key, LAYERS + 3)
-        self.embed = eqx.nn.Linear(PATCH**2, WIDTH, key=keys[0])
-        self.places = 0.02 * jax.random.normal(keys[1], (PLACES, WIDTH))
-        self.blocks = [Block(k) for k in keys[3:]]
-        self.norm = eqx.nn.LayerNorm(WIDTH)
-        self.head = eqx.nn.Linear(WIDTH, 10, key=keys[2])
+    def __init__(self, key, *, patch, width, hidden, heads, layers):
+        keys = jax.random.split(key, layers + 3)
+        places = (8 // patch) ** 2
+        self.embed = eqx.nn.Linear(patch**2, width, key=keys[0])
+        self.places = 0.02 * jax.random.normal(keys[1], (places, width))
+        self.blocks = [Block(k, width, hidden, heads) for k in keys[3:]]
+        self.norm = eqx.nn.LayerNorm(width)
+        self.head = eqx.nn.Linear(width, 10, key=keys[2])
+        self.patch = patch
 
     def __call__(self, image):
-        patches = image.reshape(8 // PATCH, PATCH, 8 // PATCH, PATCH)
-        patches = patches.transpose(0, 2, 1, 3).reshape(PLACES, PATCH**2)
+        p = self.patch
+        patches = image.reshape(8 // p, p, 8 // p, p)
+        patches = patches.transpose(0, 2, 1, 3).reshape(-1, p**2)
         x = jax.vmap(self.embed)(patches) + self.places
         for block in self.blocks:
             x = block(x)
@@ -77,9 +80,8 @@ def predict(model, images):
     return jax.vmap(model)(images).argmax(-1)
 
 
-def train(loss_fn, images, labels, steps):
+def train(loss_fn, model, images, labels, steps):
     """Returns the trained model and its losses."""
-    model = ViT(jax.random.key(0))
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0, 2e-3, 20, steps))
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -106,14 +108,13 @@ def main(argv=None):
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     test = slice(1500, None)
-    results = {}
+    model, results = eqx.filter_jit(ViT)(jax.random.key(0), **SIZE), {}
     for name, loss in {"f32": loss_fn, "amp": mpx.amp(loss_fn)}.items():
-        model, losses = train(loss, images[:1500], labels[:1500], args.steps)
-        guess = predict(model, images[test])
+        trained, losses = train(loss, model, images[:1500], labels[:1500], args.steps)
+        guess = predict(trained, images[test])
         accuracy = float(jnp.mean(guess == labels[test]))
         results[name] = np.mean(losses[-max(1, args.steps // 10) :]), accuracy
         print(f"{name}: loss {results[name][0]:.3f}, test accuracy {accuracy:.3f}")
-    model = ViT(jax.random.key(0))
     print(mpx.inspect.report(mpx.amp(loss_fn), model, images[:64], labels[:64]))
     return results
 

@@ -22,6 +22,7 @@ from _text import CHARACTERS, batches
 LENGTH, WIDTH, HEADS, LAYERS = 64, 128, 4, 2
 
 
+@jax.jit
 def init(key):
     def matrix(*shape):
         nonlocal key

@@ -19,6 +19,8 @@ from flax.training import train_state
 
 import mpx
 
+BLOCKS = (32, 1), (32, 1), (64, 2), (64, 1)  # width and stride
+
 
 class Block(nn.Module):
     width: int
@@ -40,7 +42,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x, train):
-        for width, stride in ((32, 1), (32, 1), (64, 2), (64, 1)):
+        for width, stride in BLOCKS:
             x = Block(width, stride)(x, train)
         return nn.Dense(10)(x.mean((1, 2)))
 
@@ -81,7 +83,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     images = np.float32(images / 16).reshape(-1, 8, 8, 1)
-    variables = ResNet().init(jax.random.key(0), images[:1], True)
+    init = jax.jit(ResNet().init, static_argnums=2)
+    variables = init(jax.random.key(0), images[:1], True)
     state = TrainState.create(
         apply_fn=None,
         params=variables["params"],

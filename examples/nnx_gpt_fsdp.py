@@ -26,10 +26,12 @@ LENGTH, WIDTH, HEADS, LAYERS = 64, 128, 4, 2
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1 = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, use_bias=False, decode=False, rngs=rngs
+        )
         self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
         mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))

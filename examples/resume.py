@@ -30,6 +30,7 @@ def loss_fn(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+@jax.jit
 def init():
     keys = jax.random.split(jax.random.key(0), 3)
     inputs = LENGTH * WIDTH
@@ -60,7 +61,7 @@ def train(folder, steps):
     with mpx.checkpoint.Checkpointer(folder, keep=2) as checkpoints:
         latest = checkpoints.latest()
         first = 0 if latest is None else latest + 1
-        state = init() if latest is None else checkpoints.restore(init())
+        state = init() if latest is None else checkpoints.restore(jax.eval_shape(init))
         print(f"{folder.name}: from step {first}", end="", flush=True)
         loss = None
         for number, tokens in enumerate(batches(steps, 64, LENGTH)):

@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import sys
 
-optional = ["flax", "haiku", "matplotlib", "orbax", "rich", "sklearn"]
+optional = ["flax", "haiku", "matplotlib", "orbax", "sklearn"]
 if "without" in sys.argv:
     sys.modules.update(dict.fromkeys(optional))
 
@@ -20,7 +20,11 @@ def check_not_loaded(names):
 # Rooms and namespaces that load when they are first used, so that it takes 0.04 s beside
 # its dependencies. The command that measures it:
 # python -X importtime -c "import jax, equinox, optax, jaxtyping; import mpx"
+import jax
+contexts, make_user_context = [], jax.make_user_context
+jax.make_user_context = lambda value: contexts.append(value) or make_user_context(value)
 import mpx
+made = len(contexts)
 rooms = "_amp _fp8 _kernels _ops _optim _program _recognise checkpoint inspect".split()
 check_not_loaded([*optional, *(f"mpx.{name}" for name in rooms)])
 
@@ -28,7 +32,11 @@ import mpx.compat.jaxamp, mpx.compat.jmp, mpx.testing
 mpx.compat.jaxamp.DynamicScalerState()
 check_not_loaded([*optional, "mpx._recognise", "mpx._fp8", "mpx.inspect"])
 
-import jax
+# Contexts are part of the cache key of `jax.jit`. If an import during a trace made one, the
+# next call would trace and compile the step again.
+import mpx._amp, mpx._fp8, mpx._kernels, mpx._ops, mpx._optim, mpx._recognise, mpx.inspect
+assert 0 < made == len(contexts), (made, len(contexts))
+
 try:
     jax.numpy.ones(1)
 except RuntimeError as error:

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
 from mpx._casting._context import Reduce, weight_grad_dtype
-from mpx._jax._compat import INLINE, convert_dtype, make_jit_context, source_frames
+from mpx._jax._compat import INLINE, amp_recording, convert_dtype, source_frames
 from mpx._jax._formats import FORMATS, short_name
 from mpx._jax._frameworks import Named
 from mpx._program._flow import after
@@ -241,20 +241,16 @@ class Recording:
     recipes: list[PyTree] = dataclasses.field(default_factory=list)
 
 
-# Part of the cache key of `jax.jit`: a function that was traced before is traced again.
-_recording = make_jit_context(None)
-
-
 def current_recording() -> Recording | None:
     """Returns the recording that is being made, if one is."""
-    return _recording.value
+    return amp_recording.value
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """Records what happens inside."""
+    """Records what happens inside; functions that were traced before are traced again."""
     recording = Recording()
-    with _recording(recording):
+    with amp_recording(recording):
         yield recording
 
 

@@ -123,6 +123,11 @@ def unpacking_targets() -> int | None:
 # A process-wide setting with a default that is part of the cache key of `jax.jit`.
 make_jit_context = jax.make_user_context
 
+# Those of modules that load when they are first used. `import mpx` makes them too: one made
+# while a step is traced changes the key, and the next call would compile the step again.
+amp_recording = make_jit_context(None)  # what `mpx.inspect` wants to know of a trace
+assumed_gpu = make_jit_context(None)  # the compute capability to trace for
+
 # --- Values that vary between devices -------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from mpx._jax._compat import make_jit_context
+from mpx._jax._compat import assumed_gpu
 
 H200 = {"f32": 337e12, "bf16": 667e12, "f16": 667e12, "fp8": 1220e12, "memory": 4.02e12}
 """Operations per second of large matmuls and bytes per second of large element-wise kernels.
@@ -17,12 +17,6 @@ _CAPABILITIES = {
     **dict.fromkeys(("H100", "H200", "GH200"), (9, 0)),
     **dict.fromkeys(("B200", "GB200"), (10, 0)),
 }
-
-assumed_gpu = make_jit_context(None)
-"""Traces the code inside for a GPU of this capability; `None` for that which is there.
-
-It is part of the cache key of `jax.jit`: which kernels a program has depends on it.
-"""
 
 
 def _local_gpu() -> tuple[int, int] | str | None:

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._amp._transform import amp
-from mpx._jax._devices import assumed_gpu, cuda_capability
+from mpx._jax._compat import assumed_gpu
+from mpx._jax._devices import cuda_capability
 from mpx._jax._private import assumed_cudnn
 from mpx._optim._optimizers import FlashOptimizer, flash_adamw
 from mpx._optim._state import FlashState
