@@ -526,7 +526,7 @@ BREAKS = [
     Break(
         "no bias hides rows",
         "_amp",
-        "any([self._may_hide(x) for x in masks.biases])",
+        "any(map(is_low, values)) or not all(is_made)",
         "False",
         "amp_attention",
         "twice_the_size",

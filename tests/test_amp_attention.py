@@ -410,6 +410,18 @@ def test_scores_that_a_bias_may_hide_are_in_a_kernel_of_twice_the_size(name):
 
 
 @pytest.mark.usefixtures("cuda")
+def test_trained_bias_for_each_example_runs_op_by_op():
+    def func(params, tokens):
+        padding = jnp.where(tokens > 0, 0.0, -1e30)[:, None, None]
+        return loss(*ARGS, params["table"][None, None] + padding)
+
+    params = {"table": normal(1, LENGTH, LENGTH)}
+    report = mpx.inspect.report(mpx.amp(func), params, jnp.ones((2, LENGTH), jnp.int32))
+    (kept,) = (x for x in report.amp.decisions if x.primitive == "attention")
+    assert kept.reason == "cuDNN has no gradient of a bias for each example"
+
+
+@pytest.mark.usefixtures("cuda")
 def test_bias_that_a_mask_tells_apart_runs_op_by_op():
     mask = jnp.arange(LENGTH)[None] < jnp.array([[4], [LENGTH]])
 

@@ -28,11 +28,12 @@ from mpx._recognise._match import (
     Match,
     fill_empty_rows,
     find_attention,
+    is_low,
     masks_of,
-    may_mask,
+    origins,
     reason_for_miss,
 )
-from mpx._recognise._softmax import MASKED, Program, Side, Term, history, reach
+from mpx._recognise._softmax import Program, Side, Term, history, reach
 
 _NATURAL = (
     lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -134,23 +135,30 @@ class _Search:
             return masks
         zeros = lambda x: jnp.zeros(x.shape, x.aval.dtype)  # noqa: E731
         extras = jax.eval_shape(lambda: masks.arrays(match, zeros))
+        is_trained, may_hide = self._biases(masks)
+        if is_trained and extras["bias"].shape[0] > 1:
+            return "cuDNN has no gradient of a bias for each example"
         spec = kernel.Attention(
-            match.scores.scale,
-            masks.is_causal,
-            masks.window,
-            tuple(extras),
-            any([self._may_hide(x) for x in masks.biases]),
+            match.scores.scale, masks.is_causal, masks.window, tuple(extras), may_hide
         )
         (dtype,) = dtypes
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
         against = kernel.reason_against(spec, arrays, extras)
         return against or _replacement(match, masks, spec, dtype, self.scopes)
 
-    def _may_hide(self, bias: Side | np.ndarray) -> bool:
-        """Returns whether a bias may be so low that it hides whole rows."""
-        if isinstance(bias, np.ndarray):
-            return not np.all(np.abs(bias) < -MASKED)
-        return may_mask(bias.term, lambda x: not self._fact_of(x).is_param)
+    def _biases(self, masks: Masks) -> tuple[bool, bool]:
+        """Returns whether biases are trained, and whether they may hide whole rows."""
+        values = [x for x in masks.biases if isinstance(x, np.ndarray)]
+        sides = [x for x in masks.biases if isinstance(x, Side)]
+        terms = [term for side in sides for term in origins(side.term)]
+        values += [x.constant for x in terms]
+        # Made by the model, unlike an argument that is data: it may be a mask.
+        is_made = [
+            x.eqn is not None or self._fact_of(x).is_param
+            for x in terms
+            if x.constant is None
+        ]
+        return any(is_made), any(map(is_low, values)) or not all(is_made)
 
     def _reason_to_keep(self, match: Match) -> str | None:
         """Returns which rule or precision asks for the operations as they are written."""

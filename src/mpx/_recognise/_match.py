@@ -301,7 +301,8 @@ def masks_of(match: Match) -> Masks | str:
         [*biases, *([] if bias is None else [bias])],
         [*masks, *([] if form else [mask])],
     )
-    if len(sides) > 1 and any(may_mask(x.term) for x in biases):
+    used = (x.constant for side in biases for x in origins(side.term))
+    if len(sides) > 1 and any(map(is_low, used)):
         return "a bias that seems to be a mask, beside others"
     largest = 0.0 if bias is None else 2 * float(np.abs(bias).max())
     largest = max(largest, _BIASES) if biases else largest
@@ -322,17 +323,17 @@ def masks_of(match: Match) -> Masks | str:
     return found._replace(empty=empty, is_added=is_added)
 
 
-def may_mask(bias: Term, is_low: Callable[[Term], bool] = lambda _: False) -> bool:
-    """Returns whether numbers of masks enter a bias: constants, or arguments that may be."""
+def origins(bias: Term) -> Iterator[Term]:
+    """Yields the floating constants, arguments and matmuls from which a bias is computed."""
     is_float = lambda x: jnp.issubdtype(x.aval.dtype, jnp.floating)  # noqa: E731
-    is_open = lambda x: x.constant is None and x.name not in MATMULS  # noqa: E731
-    for term in filter(is_float, reach([bias], lambda x: is_float(x) and is_open(x))):
-        value = term.constant
-        if value is not None and not np.all(np.abs(value) < -MASKED):
-            return True
-        if value is None and term.eqn is None and is_low(term):
-            return True
-    return False
+    ends = lambda x: x.constant is not None or not x.eqn or x.name in MATMULS  # noqa: E731
+    found = reach([bias], lambda x: is_float(x) and not ends(x))
+    return (x for x in found if is_float(x) and ends(x))
+
+
+def is_low(value: np.ndarray | None) -> bool:
+    """Returns whether a constant has numbers as low as those of masks, or as large."""
+    return value is not None and not np.all(np.abs(value) < -MASKED)
 
 
 def _laid_out(match: Match, side: Side) -> np.ndarray | None:
