@@ -253,16 +253,12 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
         for var, x, fact in zip(eqn.invars, op.values, facts, strict=True)
     ]
     if any(getattr(x, "dtype", None) == F32 for x in values):
-        return _with_params(eqn, arrays_of(values), dtype)
+        # A user's rule may be for a primitive that holds a function: it is not kept.
+        is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
+        make = _rounded_once if is_known else _rounded_once.__wrapped__
+        run = make(eqn.primitive, tuple(eqn.params.items()), dtype)
+        return list(run(*arrays_of(values)))
     return _summed_in_f32(amp, op, values)
-
-
-def _with_params(eqn: Equation, values: Values, dtype: np.dtype) -> Values:
-    """Runs an operation on activations of 16 bits and f32 parameters."""
-    # A user's rule may be for a primitive that holds a function: it is not kept.
-    is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
-    make = _rounded_once if is_known else _rounded_once.__wrapped__
-    return list(make(eqn.primitive, tuple(eqn.params.items()), dtype)(*values))
 
 
 @functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types

@@ -254,7 +254,9 @@ class Fp8Function(Generic[P, R]):
         if found.params is not None or not rules.is_plain or rules.keep or rules.params:
             return None
         trees = (inner, *args, *kwargs.values())
-        return found if any(map(_is_container, trees)) else None
+        is_leaf = lambda x: is_array(x) or _nnx.is_nnx(x)  # noqa: E731
+        held = [x for x in trees if not is_array(x) for x in jax.tree.leaves(x)]
+        return found if any(map(is_leaf, held)) else None
 
     def visitor(self) -> Fp8:
         """Returns a visitor for one call."""
@@ -322,12 +324,6 @@ class Fp8Function(Generic[P, R]):
 
         with gradient_function():
             return state.update(jax.jit(jax.grad(scaled))(state, arrays))
-
-
-def _is_container(tree: PyTree) -> bool:
-    """Returns whether an argument holds arrays, and is not one itself."""
-    leaves = jax.tree.leaves(tree)
-    return not is_array(tree) and any(is_array(x) or _nnx.is_nnx(x) for x in leaves)
 
 
 def _first_float(out: PyTree) -> Array:

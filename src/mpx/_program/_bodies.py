@@ -204,7 +204,8 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
         *visitor.facts_inside(op.facts[start:], x_vars, "slice"),
     ]
     more = visitor.more_inputs(op)
-    sliced = jax.tree.map(_slice_type, more)
+    part = lambda x: x.update(shape=x.shape[1:], sharding=unstacked(x.sharding))  # noqa: E731
+    sliced = jax.tree.map(lambda x: part(jax.typeof(x)), more)
     x_types = _types_with(x_vars, dtypes_of(xs))
 
     def body_for(carry: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
@@ -226,11 +227,6 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
 
     outs = scan_with(eqn, call, carry, [*xs, *leaves])
     return outs, visitor.result_facts(outs, found)
-
-
-def _slice_type(x: PyTree) -> Aval:
-    aval = jax.typeof(x)
-    return aval.update(shape=aval.shape[1:], sharding=unstacked(aval.sharding))
 
 
 def scan_with(

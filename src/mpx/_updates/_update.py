@@ -101,8 +101,6 @@ def optimizer_update(
         >>> import optax
         >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)
         >>> state, grads = optimizer.init(params), jnp.ones(2)
-        >>> optimizer_update(params, optimizer, state, grads, True)[0]
-        Array([0.5, 0.5], dtype=float32)
         >>> optimizer_update(params, optimizer, state, grads * jnp.inf, False)[0]
         Array([1., 1.], dtype=float32)
     """
@@ -132,7 +130,9 @@ def optimizer_update(
         "`optimizer` must be an optax transformation or an `nnx.Optimizer`",
         " (For a Flax `TrainState` pass it as `model`, with `None` for `optimizer`.)",
     )
-    _check_grads(model, grads)
+    params = _params_with_grads(model, grads)
+    check_same_structure(params, grads, "`optimizer_update`")
+    map_with_name(check_grad, params, grads)
     own_step = getattr(optimizer, "step", None)
     check_extra_args(extra_args, optimizer_state, is_compressed=own_step is not None)
     if own_step is not None:
@@ -211,13 +211,6 @@ def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
         )
     except ValueError:  # the trees differ in more than that
         return params
-
-
-def _check_grads(model: PyTree, grads: PyTree) -> None:
-    """Raises if a gradient does not fit its parameter, or the trees differ."""
-    params = _params_with_grads(model, grads)
-    check_same_structure(params, grads, "`optimizer_update`")
-    map_with_name(check_grad, params, grads)
 
 
 def check_grad(name: str, param: PyTree, grad: PyTree) -> None:

@@ -111,6 +111,7 @@ def doctor() -> Diagnosis:
         True
     """
     policy, reason = recommend(found := formats())
+    x = jnp.zeros(_numbers(), jnp.float32)
     return Diagnosis(
         versions=versions() | {"on": platform.machine()},
         processes=jax.process_count(),
@@ -118,7 +119,7 @@ def doctor() -> Diagnosis:
         devices=dict(Counter(device.device_kind for device in jax.devices())),
         # Only a device of this process tells.
         memory=(jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
-        bandwidth=_memory_bandwidth(),
+        bandwidth=2 * x.nbytes / _fastest(jax.jit(lambda x: x + 1), x),
         formats=found,
         policy=policy,
         reason=reason,
@@ -171,11 +172,6 @@ def _fastest(call: Callable[[Array], Array], x: Array) -> float:
 
 def _numbers() -> int:
     return 2**21 if jax.default_backend() == "cpu" else 2**26
-
-
-def _memory_bandwidth() -> float:
-    x = jnp.zeros(_numbers(), jnp.float32)
-    return 2 * x.nbytes / _fastest(jax.jit(lambda x: x + 1), x)
 
 
 def _link_bandwidth(mesh: Mesh) -> float | None:

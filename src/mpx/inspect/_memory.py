@@ -115,8 +115,6 @@ def memory(
         >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
         >>> params = {"w": shape(1024, 4096), "v": shape(4096, 1024)}
         >>> found = memory(loss, params, shape(8192, 1024))
-        >>> found["f32"].state // found["f32"].params
-        2
         >>> {x.name: f"{x.peak / 1e9:.1f} GB" for x in found.options[:2]}
         {'f32': '0.6 GB', 'amp bf16': '0.4 GB'}
     """
