@@ -200,6 +200,8 @@ def run_torch(shapes, options):
     import torch  # pyright: ignore[reportMissingImports]
 
     names = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+    if options.optimizer not in names:
+        sys.exit(f"PyTorch has no {options.optimizer}.")
     renamed = {"learning_rate": "lr"}
     given = {renamed.get(k, k): v for k, v in OPTIONS[options.optimizer].items()}
     sizes = [x.shape for x in jax.tree.leaves(shapes)]

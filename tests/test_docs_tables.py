@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import pathlib
 import re
 import sys
@@ -113,6 +114,32 @@ def test_a_page_without_markers_is_left_alone(demo, tmp_path):
     ):
         report.write_page(page, "")
     assert page.read_text() == "# Nothing here"
+
+
+# --- what was measured ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_tables_of_figures_are_those_of_the_runs(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("tables")
+    page = (ROOT / name).read_text("utf-8")
+    # When this fails: python benchmarks/tables.py
+    assert tables.fill(page, tables.PAGES[name]) == page
+    with pytest.raises(ValueError, match="The page has no lines <!-- "):
+        tables.fill("# Nothing here", tables.PAGES[name])
+
+
+def test_every_result_names_its_command_and_machine():
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert len(results) > 5
+    for path in results:
+        found = json.loads(path.read_text("utf-8"))
+        script = found["command"].split()[1]
+        assert (ROOT / script).is_file()
+        assert "/" not in found["command"].replace(script, "")
+        assert found["machine"]["backend"] == "gpu"
+        assert all(record["ms"] > 0 for record in found["cases"].values())
 
 
 # --- facts ----------------------------------------------------------------------------

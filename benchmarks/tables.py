@@ -1,0 +1,249 @@
+"""Writes the tables and the figure of README.md and docs/ from what was measured.
+
+    python benchmarks/tables.py
+
+`results/` has the JSON of the runs, each with its command: run that on your machine with
+`--json benchmarks/results/NAME.json`, then this script. A table stands between two comments
+in its page. tests/test_docs_tables.py compares pages and JSON.
+"""
+
+import json
+import pathlib
+import re
+import statistics
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent
+FIGURE = ROOT / "docs" / "images" / "optimizers.png"
+RULES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "sgd": "SGD, momentum"}
+IMPLEMENTATIONS = {
+    "torch": "PyTorch, fused, f32",
+    "optax": "optax, f32",
+    "flashoptim-jax": "flashoptim-jax",
+    "mpx": "`mpx.optim`",
+}
+MODES = {
+    "f32": "f32 (matmuls in TF32)",
+    "own": "the model's own bf16 option",
+    "amp": "`mpx.amp(loss)`",
+    "fp8": "`mpx.fp8(mpx.amp(loss))`",
+    "flash": "`mpx.amp`, bf16 weights, `mpx.optim.flash_adamw`",
+    "all": "the same with `mpx.fp8`",
+    "release": "the same with `mpx.optim.release`",
+}
+
+
+def load(name):
+    """Returns the cases of a run, and its command and machine as a sentence."""
+    found = json.loads((HERE / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    machine = found["machine"]
+    where = f"{machine['device']}, jax {machine['jax']}, Python {machine['python']}"
+    return found["cases"], f"`{found['command']}` on one {where}."
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def ms(record):
+    return f"{record['ms']:.1f}"
+
+
+def giga(record):
+    return f"{record['peak_bytes'] / 1e9:.1f}"
+
+
+def loss(record):
+    values = record["losses"].values()
+    return f"{statistics.mean(values):.4f}" if values else "–"
+
+
+def seeds(record):
+    """Returns a sentence about how far the seeds are apart."""
+    values = record["losses"].values()
+    apart = max(values, default=0) - min(values, default=0)
+    return f"The seeds of f32 are {apart:.3f} apart. " if values else ""
+
+
+def of_model(cases, model):
+    """Returns the modes of a model that were measured, in their order."""
+    found = {mode: cases.get(f"{model}:{mode}") for mode in MODES}
+    return {mode: record for mode, record in found.items() if record}
+
+
+# --- the tables -------------------------------------------------------------------------
+
+
+def readme():
+    """The first table: one model that was not changed."""
+    cases, command = load("nanodo-43m")
+    labels = {
+        "f32": MODES["f32"],
+        "own": MODES["own"],
+        "amp": "**`mpx.amp(loss)`**",
+        "flash": "and `mpx.optim.flash_adamw`: 5.2 bytes a parameter instead of 12",
+        "all": "and `mpx.fp8`",
+    }
+    modes = of_model(cases, "nanodo-43m")
+    rows = []
+    for mode, label in labels.items():
+        cells = ms(modes[mode]), giga(modes[mode])
+        bold = [f"**{x}**" for x in cells] if mode == "amp" else cells
+        rows.append([label, *bold, loss(modes[mode])])
+    head = ["", "ms a step", "peak GB", "loss, mean of 3 seeds"]
+    return f"{table(head, rows)}\n\n{seeds(modes['f32'])}{command}"
+
+
+def untouched():
+    """Every mode of the models of other people."""
+    parts = []
+    for model in ("nanodo-43m", "nanodo-405m"):
+        cases, command = load(model)
+        rate, modes = cases["rate"]["rate"], of_model(cases, model)
+        rows = []
+        for mode, record in modes.items():
+            speed = record["items"] / record["ms"] / 1e3
+            share = record["flops"] / record["ms"] * 1e3 / rate
+            rows.append([MODES[mode], ms(record), f"{speed:.2f}", giga(record),
+                         f"{share:.0%}", loss(record)])  # fmt: skip
+        head = [model, "ms", "M tokens/s", "peak GB", "of the bf16 rate", "loss"]
+        text = f"A bf16 matmul of 8192³ reached {rate / 1e12:.0f} TFLOP/s. "
+        parts += [table(head, rows), f"{text}{seeds(modes['f32'])}{command}"]
+    return "\n\n".join(parts)
+
+
+def steps():
+    """A training step of ViT-Base beside the same by hand."""
+    cases, command = load("step-vit")
+    labels = {
+        "cudnn-hand": "by hand: bf16, attention in cuDNN",
+        "amp-bf16": "`mpx.amp(loss)`",
+        "flash": "`mpx.amp(loss)`, bf16 parameters, `flash_adamw`",
+    }
+    hand = cases["cudnn-hand"]["ms"]
+    rows = [
+        [label, ms(cases[mode]), f"{cases[mode]['ms'] / hand:.3f}", giga(cases[mode])]
+        for mode, label in labels.items()
+    ]
+    head = ["ViT-Base/16 at 224², Equinox, batch 128", "ms", "× by hand", "peak GB"]
+    return f"{table(head, rows)}\n\n{command}"
+
+
+def fp8():
+    """A wide language model in fp8 beside bf16."""
+    cases, command = load("fp8")
+    names = {
+        "lm": "language model, width 4096, 4 layers, 16384 tokens",
+        "lm-accumulate": "the same in four microbatches, `mpx.accumulate`",
+    }
+    rows = []
+    for name, label in names.items():
+        low, high = cases[f"{name}:fp8"], cases[f"{name}:bf16"]
+        rows.append([label, ms(high), ms(low), f"{high['ms'] / low['ms']:.2f}×"])
+    return f"{table(['', 'bf16 ms', 'fp8 ms', 'gain'], rows)}\n\n{command}"
+
+
+def logits():
+    """Cross entropy of a large vocabulary."""
+    cases, command = load("logits")
+    labels = {"optax": "optax", "linear_cross_entropy": "`mpx.linear_cross_entropy`"}
+    rows = [
+        [
+            label,
+            ms(cases[name]),
+            giga(cases[name]),
+            f"{cases[name]['weight_error']:.1e}",
+        ]
+        for name, label in labels.items()
+    ]
+    head = ["8192 tokens, width 4096, vocabulary 128256", "ms", "GB",
+            "error of the weight's gradient"]  # fmt: skip
+    return f"{table(head, rows)}\n\n{command}"
+
+
+def optimizer_points():
+    """Returns by implementation and rule the time in µs and the bytes of a parameter."""
+    points = {}
+    for rule in RULES:
+        for case, record in load(f"optim-{rule}")[0].items():
+            implementation = case.partition(":")[0]
+            each = record["resident_bytes"] / record["params"]
+            points[implementation, rule] = record["ms"] * 1e3, each
+    return points
+
+
+def optimizers():
+    """The optimizers on a layer of Qwen3-8B."""
+    points = optimizer_points()
+    rows = []
+    for implementation, label in IMPLEMENTATIONS.items():
+        found = [points.get((implementation, rule)) for rule in RULES]
+        if any(found):
+            rows.append([label, *("–" if x is None else f"{x[0]:.0f} µs, {x[1]:.1f} B"
+                                  for x in found)])  # fmt: skip
+    head = ["a layer of Qwen3-8B, 193M parameters", *RULES.values()]
+    return f"{table(head, rows)}\n\n{load('optim-adamw')[1]}"
+
+
+PAGES = {
+    "README.md": {"nanodo": readme},
+    "docs/performance.md": {
+        "steps": steps,
+        "untouched": untouched,
+        "fp8": fp8,
+        "logits": logits,
+        "optimizers": optimizers,
+    },
+}
+
+
+def fill(text, tables):
+    """Returns a page with its tables written anew."""
+    for name, make in tables.items():
+        marks = f"<!-- {name}: by benchmarks/tables.py -->", f"<!-- end of {name} -->"
+        if not all(mark in text for mark in marks):
+            raise ValueError(f"The page has no lines {' and '.join(marks)}.")
+        pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
+        block = f"{marks[0]}\n\n{make()}\n\n{marks[1]}"
+        text = re.sub(pattern, lambda _, block=block: block, text, flags=re.DOTALL)
+    return text
+
+
+def draw(path):
+    """Draws the time of a step against the memory of a parameter."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    markers = dict(zip(RULES, "osD^", strict=True))
+    colours = {"torch": "tab:red", "optax": "tab:blue", "flashoptim-jax": "tab:orange",
+               "mpx": "tab:green"}  # fmt: skip
+    for (implementation, rule), (time, size) in optimizer_points().items():
+        axes.scatter(size, time, marker=markers[rule], s=60,
+                     color=colours[implementation])  # fmt: skip
+    for implementation, colour in colours.items():
+        label = IMPLEMENTATIONS[implementation].strip("`")
+        if any(x == implementation for x, _ in optimizer_points()):
+            axes.scatter([], [], color=colour, label=label)
+    for rule, marker in markers.items():
+        axes.scatter([], [], color="grey", marker=marker, label=RULES[rule])
+    axes.set(xlim=(0, None), ylim=(0, None))
+    axes.set_xlabel("bytes a parameter: weights, state and gradient")
+    axes.set_ylabel("µs a step, 193M parameters")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def main():
+    for name, tables in PAGES.items():
+        page = ROOT / name
+        page.write_text(fill(page.read_text("utf-8"), tables), encoding="utf-8")
+    draw(FIGURE)
+
+
+if __name__ == "__main__":
+    main()
