@@ -240,7 +240,7 @@ def test_scale_of_the_paper_that_is_an_array_is_clipped_as_there():
 
 # --- Calls that look right ------------------------------------------------------------
 
-BY_KEYWORD = "first argument of the function that it returns.*\\(loss\\)\\(scaling, "
+BY_KEYWORD = "The loss scaling comes after: .*\\(loss\\)\\(scaling, "
 CALLS = {
     "scaling in the wrong place": (
         lambda: mpx.value_and_grad(loss, SCALED),  # pyright: ignore[reportCallIssue]
@@ -260,12 +260,12 @@ CALLS = {
     "a loss instead of a function": (
         lambda: mpx.value_and_grad(loss(W, X)),  # pyright: ignore[reportCallIssue]
         TypeError,
-        "`func` must be a function, but .*Array",
+        "Expected a function, such as a loss, but .*Array",
     ),
     "a scaling instead of a function": (
         lambda: mpx.filter_grad(SCALED),  # pyright: ignore[reportCallIssue]
         TypeError,
-        "`func` must be a function, but StaticLossScaling",
+        "Expected a function, such as a loss, but StaticLossScaling",
     ),
     "mean as a word": (
         lambda: mpx.accumulate(loss, 2, mean="sum"),  # pyright: ignore[reportCallIssue]

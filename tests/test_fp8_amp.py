@@ -195,6 +195,7 @@ def programs(funcs, params, x):
     return [program(func) for func in funcs]
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_pass_writes_the_program_of_two(name, passes):
     func, params = FUNCTIONS[name]

@@ -15,6 +15,7 @@ from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._context import is_amp, parse_reduce
 from mpx._casting._keep import STOP_SCOPE
 from mpx._casting._select import Selectors, parse_selectors
+from mpx._jax._arguments import check_function
 from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
 
@@ -167,12 +168,7 @@ def amp(
 def _wrap(
     autocast: Callable[[], Autocast], func: Callable[..., PyTree]
 ) -> Callable[..., PyTree]:
-    if not callable(func):
-        raise TypeError(
-            "`amp` takes a function, such as a loss or a module, but "
-            f"{type(func).__name__} was given. Wrap the function before it is called: "
-            "`amp(loss_fn)(params, batch)`."
-        )
+    check_function(func)
     if is_amp(func):
         warn(
             "The function is under `amp` already. What the inner one chose holds, and the "
@@ -191,5 +187,4 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
             "Write `amp(loss_fn)(params, batch)` or decorate the function with `@amp`."
         )
 
-    def __exit__(self, *_: object) -> None:
-        """Makes Python call `__enter__`."""
+    def __exit__(self, *_: object) -> None: ...

@@ -11,7 +11,13 @@ from jaxtyping import PyTree
 from mpx._casting._context import has_scales, hide_signature
 from mpx._casting._policy import Policy, as_policy
 from mpx._gradients._step import GradOptions, GradResult, Scaling, Step
-from mpx._jax._arguments import as_count, as_counts, check_axis_name, check_bool
+from mpx._jax._arguments import (
+    as_count,
+    as_counts,
+    check_axis_name,
+    check_bool,
+    check_function,
+)
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import parse_float_dtype
 from mpx._jax._tree import AxisName, cast_floating
@@ -334,23 +340,13 @@ def grad_options(
     )
 
 
-def check_function(func: object) -> None:
-    """Raises a `TypeError` unless `func` can be called."""
-    if not callable(func):
-        raise TypeError(
-            f"`func` must be a function, but {type(func).__name__} was given. Pass the "
-            "loss function itself, without calling it."
-        )
-
-
 def refuse_positional(misplaced: Sequence[object], name: str) -> None:
     """Raises a `TypeError` if options, or the loss scaling, were passed by position."""
     if misplaced:
         raise TypeError(
             f"`{name}` takes its options by keyword, such as `argnums=`, but "
-            f"{type(misplaced[0]).__name__} was given by position. The loss scaling is "
-            "the first argument of the function that it returns: "
-            f"`mpx.{name}(loss)(scaling, params, batch)`."
+            f"{type(misplaced[0]).__name__} was given by position. The loss scaling "
+            f"comes after: `mpx.{name}(loss)(scaling, params, batch)`."
         )
 
 

@@ -24,6 +24,15 @@ def check_choice(value: object, what: str, choices: Sequence[object]) -> None:
         raise ValueError(f"`{what}` must be one of {listed}, but {value!r} was given.")
 
 
+def check_function(func: object) -> None:
+    """Raises a `TypeError` unless `func` can be called."""
+    if not callable(func):
+        raise TypeError(
+            f"Expected a function, such as a loss, but {type(func).__name__} was given. "
+            "Pass it before it is called: `mpx.amp(loss)(params)`."
+        )
+
+
 def check_bool(value: object, what: str) -> None:
     """Raises a `TypeError` unless `value` is a Python or NumPy boolean."""
     if not isinstance(value, bool | np.bool_):

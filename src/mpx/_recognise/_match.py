@@ -35,8 +35,7 @@ from mpx._recognise._softmax import (
 )
 
 _WIDTH: Label = ("width", 0)
-_BIASES = 1e8
-"""No bias is taken to be larger than this: masked scores must be lower."""
+_BIASES = 1e8  # no bias is taken to be larger: masked scores must be lower
 _MOST_SEARCHED = 60
 
 

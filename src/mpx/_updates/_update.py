@@ -166,12 +166,12 @@ def _run(
         if expected == given:
             raise
         texts = (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
-        needed, came = (x if len(x) <= 200 else f"{x[:200]}…" for x in texts)
+        needed, came = (x if len(x) <= 99 else f"{x[:99]}…" for x in texts)
         raise ValueError(
             "`optimizer_state` does not fit the optimizer and the parameters that have "
             f"gradients: it should be {needed}, but {came} was given. Make it with "
             "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, or of the trained "
-            "part if some are frozen."
+            "part if some are frozen; or pass an `nnx.Optimizer`, which holds it."
         ) from error
 
 

@@ -13,6 +13,7 @@ from mpx._amp._facts import Recording, recorded
 from mpx._casting._context import argument_names, gradient_function
 from mpx._fp8._delayed import Fp8State
 from mpx._fp8._transform import Fp8Function
+from mpx._jax._arguments import check_function
 from mpx._jax._compat import as_function, eval_jaxpr, primitive_name, source_frames
 from mpx._jax._tree import LeafName, is_floating
 from mpx._program._flow import Walk, moved, pull
@@ -103,6 +104,7 @@ def program(
 
     `shapes` are traced in place of the arrays, in the order of `Program.arrays`.
     """
+    check_function(func)
     _check_names(func, kwargs)
     # A module under `amp` or `fp8` is an argument of the program, too.
     inner, wrap = unwrapped(func)
