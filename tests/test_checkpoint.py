@@ -1050,7 +1050,7 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(TypeError, match="`a/w` is traced"):
         inside(jnp.ones(2))
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(FileNotFoundError, match=f"no checkpoint in {folder}, "):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint in {folder}\\."):
             restore(folder, {})
     assert not (tmp_path / "nowhere").exists()
 
