@@ -385,6 +385,16 @@ HIDING = {
         lambda p, x: (1.0 - x["tokens"].astype(jnp.float32)) * -1e9,
         True,
     ),
+    "a padding of integers": (
+        lambda p, x: ((x["tokens"] - 1) * 10**9).astype(jnp.float32),
+        True,
+    ),
+    "a branch": (
+        lambda p, x: lax.cond(
+            x["tokens"][0] > 0, lambda y: y, lambda y: y - 1e9, jnp.zeros(LENGTH)
+        ),
+        True,
+    ),
     "a table and a padding": (
         lambda p, x: p["table"] + jnp.where(x["tokens"] > 0, 0.0, -1e30)[None],
         True,

@@ -22,7 +22,7 @@ from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes
-from mpx._program._queries import SHAPE_ONLY, Equation
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation
 from mpx._recognise._match import (
     Masks,
     Match,
@@ -152,9 +152,9 @@ class _Search:
         sides = [x for x in masks.biases if isinstance(x, Side)]
         terms = [term for side in sides for term in origins(side.term)]
         values += [x.constant for x in terms]
-        # Made by the model, unlike an argument that is data: it may be a mask.
+        # Made by the model; data, or what a loop or a branch gives, may be a mask.
         is_made = [
-            x.eqn is not None or self._fact_of(x).is_param
+            x.name in MATMULS or self._fact_of(x).is_param
             for x in terms
             if x.constant is None
         ]

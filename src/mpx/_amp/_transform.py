@@ -187,4 +187,4 @@ class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgumen
             "Write `amp(loss_fn)(params, batch)` or decorate the function with `@amp`."
         )
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None: ...  # or `__enter__` is not called

@@ -255,7 +255,7 @@ class Fp8Function(Generic[P, R]):
             return None
         trees = (inner, *args, *kwargs.values())
         is_leaf = lambda x: is_array(x) or _nnx.is_nnx(x)  # noqa: E731
-        held = [x for x in trees if not is_array(x) for x in jax.tree.leaves(x)]
+        held = [y for x in trees if not is_array(x) for y in jax.tree.leaves(x)]
         return found if any(map(is_leaf, held)) else None
 
     def visitor(self) -> Fp8:

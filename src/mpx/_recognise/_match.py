@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from mpx._ops._attention import causal
-from mpx._program._queries import MATMULS
+from mpx._program._queries import MATMULS, has_body
 from mpx._recognise._constants import SAME
 from mpx._recognise._softmax import (
     MASKED,
@@ -323,11 +323,11 @@ def masks_of(match: Match) -> Masks | str:
 
 
 def origins(bias: Term) -> Iterator[Term]:
-    """Yields the floating constants, arguments and matmuls from which a bias is computed."""
-    is_float = lambda x: jnp.issubdtype(x.aval.dtype, jnp.floating)  # noqa: E731
-    ends = lambda x: x.constant is not None or not x.eqn or x.name in MATMULS  # noqa: E731
-    found = reach([bias], lambda x: is_float(x) and not ends(x))
-    return (x for x in found if is_float(x) and ends(x))
+    """Yields the constants, arguments, matmuls and loops from which a bias is computed."""
+    is_plain = lambda x: x.eqn and not (x.name in MATMULS or has_body(x.eqn))  # noqa: E731
+    enters = lambda x: x.constant is None and is_plain(x) and x.aval.dtype != bool  # noqa: E731
+    found = (x for x in reach([bias], enters) if not enters(x))
+    return (x for x in found if jnp.issubdtype(x.aval.dtype, np.number))
 
 
 def is_low(value: np.ndarray | None) -> bool:
