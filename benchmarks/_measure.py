@@ -29,13 +29,13 @@ def read_options(doc, text):
     """Reads the options that a text lists; the docstring of the script is their help.
 
     `name` is a flag, `name=3` has a default and its type, `name=a,b` is a list with commas,
-    and `name=int` or `name=str` has no default. `--json` is where `run_cases` writes what it
-    measured; `--child` and `--child-cache` are passed to the processes of single cases.
+    and `name=int` or `name=str` has no default. `--child` and `--child-cache` are passed to
+    the processes of single cases.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for option in f"{text} json=str child=str child_cache=str".split():
+    for option in f"{text} child=str child_cache=str".split():
         name, is_given, default = option.partition("=")
         flag = f"--{name.replace('_', '-')}"
         if not is_given:
@@ -111,16 +111,13 @@ def run_cases(cases, options, *, shared_cache=True):
                 spent = time.perf_counter() - start
                 told = record.get("error") or number(record.get("ms"), 3, " ms")
                 print(f"{case:24} after {spent:4.0f} s: {told}", flush=True)
-                if options.json:
+                if options.json:  # a run that is cut off keeps what it has
                     write_json(options.json, runs)
     return runs
 
 
 def write_json(path, runs):
-    """Writes the best pass of each case, with the command and the machine.
-
-    It is written after every case: a run that is cut off keeps what it has.
-    """
+    """Writes the best pass of each case, with the command and the machine."""
     best = {
         case: min(good, key=lambda record: record.get("ms", 0))
         for case, records in runs.items()

@@ -221,7 +221,7 @@ def print_tables(results):
 def main():
     options = measure.read_options(
         __doc__,
-        "sections=mlp,tower,lm,small steps=40 warmup=5 group=5 timeout=240.0 tiny",
+        "sections=mlp,tower,lm,small steps=40 warmup=5 group=5 timeout=240.0 json=str tiny",
     )
     if options.child is not None:
         measure.start_child()

@@ -71,7 +71,8 @@ def operands(size):
 
 
 def run(name, size):
-    args, rows, base = operands(size), [], None
+    """Prints the table of one size; returns what was measured, by mode."""
+    args, rows, base, found = operands(size), [], None, {}
     with jax.default_matmul_precision("highest"):
         loss, exact = jax.jit(gradient(plain, size.tied))(*args)
     for mode, func in MODES.items():
@@ -90,16 +91,23 @@ def run(name, size):
         base = base or (ms, memory)
         cells = number(ms), number(ms / base[0], 3), giga(memory)
         wrong = [f"{float(x):.1e}" for x in errors]
+        names = "ms", "temp_bytes", "loss_error", "weight_error", "hidden_error"
+        record = dict(zip(names, (ms, memory, *map(float, errors)), strict=True))
+        found[f"{name}:{mode}"] = [record | {"environment": measure.environment()}]
         rows.append([mode, *cells, number(base[1] / memory, 1), *wrong])
     head = ["mode", "ms", "× optax", "GB", "optax / GB", "loss", "dW", "dh"]
     print(f"\n{name}: {size}\n\n{measure.format_table(head, rows)}", flush=True)
+    return found
 
 
 def main():
-    given = measure.read_options(__doc__, "sizes=llama3,llama3-tied,gpt2")
+    given = measure.read_options(__doc__, "sizes=llama3,llama3-tied,gpt2 json=str")
     print(measure.environment())
+    runs = {}
     for name, size in measure.pick(SIZES, given.sizes).items():
-        run(name, size)
+        runs |= run(name, size)
+        if given.json:
+            measure.write_json(given.json, runs)
 
 
 if __name__ == "__main__":

@@ -395,7 +395,7 @@ def main():
     options = measure.read_options(
         __doc__,
         f"models=one,many,vit-base,gpt2 modes={DEFAULT} steps=200 calls=7 group=10 "
-        "optimizer=adamw peer=, timeout=300.0",
+        "optimizer=adamw peer=, timeout=300.0 json=str",
     )
     measure.pick(OPTIONS, [options.optimizer])
     if options.models == ["tiny"]:

@@ -12,7 +12,7 @@ dynamic loss scaling, except f32. `paper` is the authors' package, in a clone in
 
 One process per mode and model takes the batch sizes in turn, from small to large: so the
 allocator's peak is that of the largest yet, which is the last. `--json FILE` writes what was
-measured; `python benchmarks/figures.py FILE` draws it.
+measured.
 """
 
 import statistics
@@ -236,7 +236,7 @@ def main():
     options = measure.read_options(
         __doc__,
         f"models={','.join(BATCHES)} batches=, modes={','.join(MODES)} peer=str steps=40 "
-        "group=10 repeat=1 budget=3000.0 timeout=300.0",
+        "group=10 repeat=1 budget=3000.0 timeout=300.0 json=str",
     )
     if options.child is not None:
         model, _, mode = options.child.partition(":")

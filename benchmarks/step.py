@@ -266,7 +266,7 @@ def main():
     options = measure.read_options(
         __doc__,
         f"model=vit-base batch=int optimizer=clip modes={DEFAULT} steps=120 warmup=20 "
-        "group=10 repeat=2 budget=300.0 timeout=300.0 predict",
+        "group=10 repeat=2 budget=300.0 timeout=300.0 json=str predict",
     )
     measure.pick(SIZES, [options.model])
     options.batch = options.batch or BATCH.get(options.model, 16)

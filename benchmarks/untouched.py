@@ -379,7 +379,7 @@ def main():
     options = measure.read_options(
         __doc__,
         f"clones=clones models={DEFAULT} modes={','.join(MODES)} seeds=, steps=60 "
-        "group=10 train=300 repeat=1 budget=3000.0 timeout=600.0",
+        "group=10 train=300 repeat=1 budget=3000.0 timeout=600.0 json=str",
     )
     find_clones(options.clones)
     if options.child is not None:
