@@ -166,6 +166,7 @@ def run_torch(model, mode, options):
 
     found = {}
     for batch in options.batches or BATCHES[model]:
+        torch.compiler.reset()  # else the next batch size gets a program for any size
         torch.manual_seed(0)
         torch.cuda.reset_peak_memory_stats()
         vit = Vit().cuda()

@@ -28,8 +28,14 @@ MODES = {
     "amp": "`mpx.amp(loss)`",
     "fp8": "`mpx.fp8(mpx.amp(loss))`",
     "flash": "`mpx.amp`, bf16 weights, `mpx.optim.flash_adamw`",
-    "all": "the same with `mpx.fp8`",
+    "all": "`mpx.fp8(mpx.amp)`, bf16 weights, `mpx.optim.flash_adamw`",
     "release": "the same with `mpx.optim.release`",
+}
+UNTOUCHED = {
+    "nanodo-43m": "tokens",
+    "nanodo-405m": "tokens",
+    "big_vision-vit-b": "images",
+    "bonsai-qwen3": "tokens",
 }
 
 
@@ -101,16 +107,18 @@ def readme():
 def untouched():
     """Every mode of the models of other people."""
     parts = []
-    for model in ("nanodo-43m", "nanodo-405m"):
+    for model, items in UNTOUCHED.items():
         cases, command = load(model)
         rate, modes = cases["rate"]["rate"], of_model(cases, model)
         rows = []
         for mode, record in modes.items():
-            speed = record["items"] / record["ms"] / 1e3
+            speed = record["items"] / record["ms"]
             share = record["flops"] / record["ms"] * 1e3 / rate
-            rows.append([MODES[mode], ms(record), f"{speed:.2f}", giga(record),
+            rows.append([MODES[mode], ms(record), f"{speed:.1f}", giga(record),
                          f"{share:.0%}", loss(record)])  # fmt: skip
-        head = [model, "ms", "M tokens/s", "peak GB", "of the bf16 rate", "loss"]
+        head = [model, "ms", f"k {items}/s", "peak GB", "of the bf16 rate", "loss"]
+        if not modes["f32"]["losses"]:
+            head, *rows = (row[:-1] for row in (head, *rows))
         text = f"A bf16 matmul of 8192³ reached {rate / 1e12:.0f} TFLOP/s. "
         parts += [table(head, rows), f"{text}{seeds(modes['f32'])}{command}"]
     return "\n\n".join(parts)
