@@ -195,34 +195,37 @@ def test_place_beyond_a_shard_is_refused():
 # --- Short versions of the long runs --------------------------------------------------
 
 
-@pytest.fixture
-def faults(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("faults"), importlib.import_module("faults")
+@pytest.fixture(scope="module")
+def faults():
+    """The benchmark, and its ways to step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        benchmark = importlib.import_module("faults")
+    return benchmark, benchmark.all_ours()
 
 
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("which", [1, 2], ids=["optax, copies", "flash, sharded"])
 def test_every_fault_is_skipped_exactly(faults, which):
-    benchmark, steps = faults
-    found = benchmark.count_faults(steps.all_ours()[which], 12, seed=1)
+    benchmark, ours = faults
+    found = benchmark.count_faults(ours[which], 12, seed=1)
     assert found.exact
     assert found.faults == found.skipped == found.healthy == 12
 
 
 @pytest.mark.standard_promotion
 def test_burst_of_faults_leaves_the_next_step_as_it_was(faults):
-    benchmark, steps = faults
-    found = benchmark.burst(steps.all_ours()[2], 300)
+    benchmark, ours = faults
+    found = benchmark.burst(ours[0], 300)
     assert found.exact
     assert found.low == 1.0  # at the floor
 
 
 @pytest.mark.standard_promotion
 def test_the_count_sees_a_library_that_does_not_skip(faults):
-    benchmark, steps = faults
-    library = steps.all_ours()[0]
+    benchmark, ours = faults
+    library = ours[0]
 
     def careless(training, *args):
         stepped = library.step(training, *args)
