@@ -112,6 +112,7 @@ def test_wrong_commands_are_reported(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_a_program():
     command = [sys.executable, "-m", "mpx", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -204,6 +204,7 @@ def faults():
     return benchmark, benchmark.all_ours()
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("which", [1, 2], ids=["optax, copies", "flash, sharded"])
@@ -214,6 +215,7 @@ def test_every_fault_is_skipped_exactly(faults, which):
     assert found.faults == found.skipped == found.healthy == 12
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_burst_of_faults_leaves_the_next_step_as_it_was(faults):
     benchmark, ours = faults
@@ -239,6 +241,7 @@ def test_the_count_sees_a_library_that_does_not_skip(faults):
     assert found.corrupted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_records_of_processes_are_compared_step_by_step(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -646,6 +646,7 @@ def slopes(y, x):
     return np.sum(x * y, axis=-1) / np.sum(x * x, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
@@ -665,6 +666,7 @@ def test_momentum_follows_a_slow_average(b2):
         assert np.max(np.abs(ratio - 1)) < 2.0**-5
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.usefixtures("optimized_programs")
 @AVERAGES
@@ -694,6 +696,7 @@ def after_a_change(rounding, b2):
     return np.sqrt(np.mean(np.square(error))), np.mean(slopes(error, np.log(before)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_second_moments_forget_what_was():
     off, held = after_a_change("dithered", 0.999)
@@ -703,6 +706,7 @@ def test_second_moments_forget_what_was():
     assert off < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_rounded_to_nearest_second_moments_do_not_forget():
     """What dithering is for. The guide says so."""

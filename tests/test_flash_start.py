@@ -169,6 +169,7 @@ def flash_step(tx):
     return lambda *carry: tuple(tx.step(*carry))
 
 
+@pytest.mark.slow
 def test_fine_tuning_of_bf16_weights_follows_f32():
     weights, loss = regression()
     low = mpx.cast_to_bfloat16(weights)
@@ -181,6 +182,7 @@ def test_fine_tuning_of_bf16_weights_follows_f32():
     assert assert_follows(stuck, want) > 0.1
 
 
+@pytest.mark.slow
 def test_fine_tuning_from_f32_weights_follows_f32():
     weights, loss = regression()
     want = f32_curve(loss, weights)
