@@ -79,8 +79,9 @@ class Unfused:
 
     function: Any
 
-    def __getattr__(self, name):
-        return getattr(self.function, name)
+    @property
+    def group_size(self):
+        return self.function.group_size
 
     def __call__(self, *args, **kwargs):
         leaves, treedef = jax.tree.flatten((args, kwargs))
