@@ -557,6 +557,14 @@ def test_gradient_in_the_function_is_not_taken_again():
     assert sum(found.residual_bytes.values()) == 4 * B * H
 
 
+def test_step_without_a_loss_has_both_passes():
+    def step(weights, x):
+        grads = jax.grad(two_layers)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+    assert report(step, WEIGHTS, shape(B, D)).passes == "forward and backward"
+
+
 def test_jitted_function_is_reported_each_time():
     func = jax.jit(mpx.amp(two_layers))
     args = jax.tree.map(jnp.zeros_like, (WEIGHTS, shape(B, D)))

@@ -324,10 +324,10 @@ def _with_backward(forward: Program, backward: bool | None) -> tuple[Program, st
     """Returns the program to report on, and the passes that it has."""
     if backward:
         return gradient(forward), "forward and backward"
-    if backward is False or not forward.params or not forward.has_loss:
-        return forward, "forward"
     if any(here.backward for here in walk(forward.jaxpr)):
         return forward, "forward and backward"
+    if backward is False or not forward.params or not forward.has_loss:
+        return forward, "forward"
     try:
         return gradient(forward), "forward and backward"
     except (TypeError, ValueError, NotImplementedError) as error:
