@@ -646,7 +646,7 @@ WRONG_OPTIONS = {
 @pytest.mark.parametrize(
     ("options", "message"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS
 )
-def test_wrong_option_is_refused(options, message):
+def test_wrong_option_is_refused(options, message, untyped):
     with pytest.raises(ValueError, match=message):
         flashoptim.flash_adamw(**options)
 

@@ -51,7 +51,7 @@ def test_compressed_step_can_be_exported(backend, platform):
     assert done.platforms == (platform,)
 
 
-def test_function_of_a_symbolic_batch_is_exported():
+def test_function_of_a_symbolic_batch_is_exported(untyped):
     def loss(params, x):
         hidden = jax.nn.gelu(x @ params["w"])
         hidden = jax.nn.softmax(hidden @ hidden.T) @ hidden

@@ -293,7 +293,7 @@ class _Rounding(Visitor):
         outs = [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
         return outs, [Fact(is_cotangent=_is_cotangent(op))] * len(outs)
 
-    def read(self, atom: object) -> tuple[Array | np.generic | np.ndarray, Fact]:
+    def read(self, atom: object) -> tuple[object, Fact]:
         """Returns a value, in f32 if it is of 16 bits."""
         value, fact = super().read(atom)
         if is_half(getattr(value, "aval", value)):
