@@ -27,7 +27,7 @@ from jax import lax
 import _measure as measure
 import mpx
 from mpx._kernels import _dispatch, _triton
-from mpx._optim._optimizers import Step
+from mpx._optim._engine import Method, Step
 from mpx._optim._options import flatten_params
 from mpx._optim._packing import PackedLeaf, Packing, Unpacked, moment_codec
 from mpx._optim._state import leaves_of
@@ -154,7 +154,7 @@ def differences(optimizer, before, grads, grad_scale, plain, kernel):
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
     step = Step(core, flatten_params(before[0]), before[1], grad_scale)
-    scale, *rest = step.scalars(None, True)
+    scale, *rest = step.scalars(Method(core.rule, core.hyper), None, True)
     coefficients = rest[len(Dither._fields) :]
     decode = functools.partial(decoded, core, before[1])
     grads = flatten_params(grads).leaves

@@ -5,6 +5,8 @@
     python benchmarks/optim.py --modes optax,mpx --models vit-base --group 30
     python benchmarks/optim.py --modes finite,stats --models vit-base
     python benchmarks/optim.py --models qwen3-layer --modes torch,optax,mpx --optimizer lion
+    python benchmarks/optim.py --models qwen3-layer --modes optax,mpx,muon-fp8 \
+        --optimizer muon --steps 10
     python benchmarks/optim.py --models tiny         # try the script on a CPU
 
 Each implementation steps each workload in a process of its own, with the same parameters
@@ -85,12 +87,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adam": RATE,
     "lion": RATE | {"weight_decay": 1e-2},
     "sgd": RATE | {"momentum": 0.9},
+    "muon": RATE | {"weight_decay": 1e-2},
 }
 
 
 def build_optax(shapes, rule):
     """Parameters and state in f32; gradients in bf16, cast where they are used."""
-    tx = getattr(optax, rule)(**OPTIONS[rule])
+    tx = getattr(optax.contrib if rule == "muon" else optax, rule)(**OPTIONS[rule])
     step = lambda carry, grads: apply(tx, carry, cast(grads, jnp.float32))  # noqa: E731
     params, grads = draw(shapes, 0, np.float32), draw(shapes, 1, ml_dtypes.bfloat16)
     return Built((params, tx.init(params)), step, grads, lambda carry: carry[0])
@@ -173,6 +176,7 @@ DEFAULT = ",".join(["copy", *MODES])
 MODES |= {
     "copy": None,
     "torch": None,
+    "muon-fp8": functools.partial(build_mpx, ns_dtype=jnp.float8_e4m3fn),
     # f32 gradients, clipped; a step that is not finite is left out.
     "chain": build_chain,
     "chain-select": functools.partial(build_chain, skips=True),
@@ -387,7 +391,8 @@ def failures(rows):
             yield name, f"the loss did not go down: {first:.6g} → {last:.6g}"
         reference = base["losses"][0] - base["losses"][1]
         apart = abs(first - last - reference) / reference
-        if not apart <= AGREEMENT:
+        # Newton-Schulz steps in fp8 make the singular values of small matrices larger.
+        if not apart <= (0.2 if name == "muon-fp8" else AGREEMENT):
             yield name, f"its loss falls by {apart:.1%} more or less than optax's"
 
 

@@ -1,18 +1,21 @@
-"""Trains a language model on real text in bf16 and in fp8, over several seeds.
+"""Trains a language model on real text in several modes, over several seeds.
 
     python benchmarks/text.py                      # a GPU with fp8 units
+    python benchmarks/text.py --modes muon,flash-muon,flash-muon-fp8
     python benchmarks/text.py --tiny               # try the script on a CPU
 
 The text is Python's own language reference, about half a megabyte of English prose and
 code that comes with every Python (`pydoc_data.topics`). The model reads bytes. The last
-tenth of each topic is held out; the loss on it is in nats per byte. fp8 must end within
-the spread of the seeds of bf16.
+tenth of each topic is held out; the loss on it is in nats per byte. Each mode must end
+within the spread of the seeds of the first: `bf16` and `fp8` with AdamW; `muon`, optax's
+in f32, `flash-muon`, in 8 bits with bf16 parameters, and the same with its matmuls in fp8.
 """
 
 import functools
 import statistics
 import sys
 from pydoc_data import topics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,14 @@ import numpy as np
 import optax
 
 import mpx
-from _measure import environment, format_table, number, read_options, time_steps
+from _measure import (
+    environment,
+    format_table,
+    number,
+    own_small_buffers,
+    read_options,
+    time_steps,
+)
 from _models import Decoder
 
 POLICY = "p=f32,c=bf16,o=f32"
@@ -44,38 +54,63 @@ def batches(data, size, seed):
         yield np.stack([data[i : i + size.length + 1] for i in starts]).astype(np.int32)
 
 
+def axes_of(params):
+    """Returns the axes of the matrices that Muon steps: those of the layers."""
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)
+    layers = {k: None if "norm" in k else axes for k in params["layers"]}
+    return jax.tree.map(lambda _: None, params) | {"layers": layers}
+
+
+def make_optimizer(mode, rate):
+    """Returns what makes parameters and state of f32 weights, and what steps them."""
+    if mode.startswith("flash"):
+        dtype = jnp.float8_e4m3fn if mode.endswith("fp8") else jnp.bfloat16
+        flash: Any = mpx.optim.flash_muon(
+            rate, consistent_rms=0.2, matrices=axes_of, ns_dtype=dtype
+        )
+        return flash.init_from, lambda state, grads: tuple(flash.step(*state, grads))
+    optimizer = optax.adamw(rate)
+    if mode == "muon":
+        optimizer = optax.contrib.muon(
+            rate, consistent_rms=0.2, muon_weight_dimension_numbers=axes_of
+        )
+
+    def step(state, grads):
+        updates, opt_state = optimizer.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    return lambda params: (params, optimizer.init(params)), step
+
+
 def make_steps(mode, loss, options):
-    """Returns the optimizer, the jitted step, and the jitted evaluation."""
+    """Returns the start, the jitted step, and the jitted evaluation."""
     warm = options.steps // 10 + 1
     rate = optax.warmup_cosine_decay_schedule(0.0, RATE, warm, options.steps)
-    optimizer = optax.adamw(rate)
+    start, apply = make_optimizer(mode, rate)
     every_size = 0 if options.tiny else 1.1
     func = mpx.fp8(loss, min_gain=every_size) if mode == "fp8" else loss
     gradient = mpx.value_and_grad(func, policy=POLICY)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(state, tokens):
-        params, opt_state = state
-        result = gradient(mpx.NoLossScaling(), params, tokens)
+        result = gradient(mpx.NoLossScaling(), state[0], tokens)
         clip = jnp.minimum(1.0, 1.0 / optax.global_norm(result.grads))
-        grads = jax.tree.map(lambda x: x * clip, result.grads)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), result.value
+        grads = jax.tree.map(lambda x: (x * clip).astype(x.dtype), result.grads)
+        return apply(state, grads), result.value
 
     @jax.jit
     def evaluate(params, tokens):
         # All are judged in bf16: what differs is how they were trained.
         return loss(mpx.cast_tree(params, jnp.bfloat16), tokens)
 
-    return optimizer, train, evaluate
+    return start, train, evaluate
 
 
 def run(seed, size, steps, text, count):
     """Trains once; returns losses on held-out text, and the least time of a step in ms."""
-    optimizer, train, evaluate = steps
-    params = jax.jit(size.init)(jax.random.key(seed))
-    state = params, jax.jit(optimizer.init)(params)
-    del params
+    start, train, evaluate = steps
+    state = start(jax.jit(size.init)(jax.random.key(seed)))
+    state = own_small_buffers(state)
     source, held_out = batches(text[0], size, seed), batches(text[1], size, 0)
     tests = [next(held_out) for _ in range(TESTS)]
     curve, times = {}, []
@@ -91,8 +126,8 @@ def run(seed, size, steps, text, count):
 
 
 def main():
-    """Trains all seeds in both modes; returns whether fp8 ends elsewhere."""
-    options = read_options(__doc__, "seeds=3 steps=300 tiny")
+    """Trains all seeds in all modes; returns whether one ends elsewhere."""
+    options = read_options(__doc__, "seeds=3 steps=300 modes=bf16,fp8 tiny")
     size, text, machine = TINY if options.tiny else LARGE, read_text(), environment()
     kernel = "cudnn" if machine["backend"] == "gpu" else "xla"
     loss = functools.partial(size.loss, attention=kernel)
@@ -101,11 +136,13 @@ def main():
         f" {len(text[1])} held out; {size}",
         flush=True,
     )
-    low = jax.eval_shape(lambda: mpx.cast_tree(size.init(jax.random.key(0)), "bf16"))
-    tokens = jax.ShapeDtypeStruct((size.sequences, size.length + 1), jnp.int32)
-    print(mpx.inspect.report(mpx.fp8(loss), low, tokens), flush=True)
+    if "fp8" in options.modes:
+        key = jax.random.key(0)
+        low = jax.eval_shape(lambda: mpx.cast_tree(size.init(key), "bf16"))
+        tokens = jax.ShapeDtypeStruct((size.sequences, size.length + 1), jnp.int32)
+        print(mpx.inspect.report(mpx.fp8(loss), low, tokens), flush=True)
     final, rows, means = {}, [], []
-    for mode in ("bf16", "fp8"):
+    for mode in options.modes:
         steps, times = make_steps(mode, loss, options), []
         for seed in range(options.seeds):
             curve, spent = run(seed, size, steps, text, options.steps)
@@ -118,12 +155,16 @@ def main():
         rows.append([mode, *ends, number(min(times))])
     seeds = [f"seed {i}" for i in range(options.seeds)]
     print(format_table(["held out, nats/byte", *seeds, "mean", "ms/step"], rows))
-    apart, spread = means[1] - means[0], max(final["bf16"]) - min(final["bf16"])
-    print(
-        f"fp8 ends {apart:+.4f} from bf16, whose seeds are {spread:.4f} apart: "
-        f"{'within' if apart <= spread else 'OUTSIDE'} the spread"
-    )
-    return int(apart > spread)
+    base = options.modes[0]
+    spread, outside = max(final[base]) - min(final[base]), 0
+    for mode, mean in zip(options.modes[1:], means[1:], strict=True):
+        apart = mean - means[0]
+        outside += apart > spread
+        print(
+            f"{mode} ends {apart:+.4f} from {base}, whose seeds are {spread:.4f} apart: "
+            f"{'within' if apart <= spread else 'OUTSIDE'} the spread"
+        )
+    return outside
 
 
 if __name__ == "__main__":

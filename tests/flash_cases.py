@@ -52,6 +52,7 @@ OPTIMIZERS = {
     "sgd": functools.partial(mpx.optim.flash_sgd, momentum=0.9, nesterov=True),
     "sgd without momentum": mpx.optim.flash_sgd,
     "sgdw": functools.partial(mpx.optim.flash_sgdw, momentum=0.9, weight_decay=0.1),
+    "muon": functools.partial(mpx.optim.flash_muon, weight_decay=0.1),
 }
 
 

@@ -26,7 +26,7 @@ RULES = {
 }
 HYPER = dict(
     learning_rate=0.01, weight_decay=0.1, b1=0.9, b2=0.99, eps=1e-8, momentum=0.9,
-    dampening=0.1,
+    dampening=0.1, beta=0.95,
 )  # fmt: skip
 # Every codec of weights and of moments: f16 and f32 parameters have one in both formats.
 STORED = {

@@ -26,7 +26,7 @@ from kernel_cases import (
 )
 from models import equations
 from mpx._kernels import _dispatch, _triton
-from mpx._kernels._dispatch import _layer_of
+from mpx._kernels._dispatch import layer_of
 from mpx._optim._packing import PackedLeaf
 from mpx.testing import assert_trees_equal
 
@@ -169,10 +169,10 @@ def test_one_layer_steps_where_it_is(layer):
     rows = jnp.append(jnp.float32(1), scalars)[None]
     (new,) = launch(plan, rows, [grads[1]], [leaf], jnp.arange(3) - layer)
     for number in range(3):
-        want = _layer_of(leaf, jnp.int32(number))
+        want = layer_of(leaf, jnp.int32(number))
         if number == layer:
             want = plain(Unfused(plan), scalars, grads[1], want)
-        assert_trees_equal(_layer_of(new, jnp.int32(number)), want)
+        assert_trees_equal(layer_of(new, jnp.int32(number)), want)
 
 
 # The three planes of codes are an array of three times as many bytes.

@@ -110,6 +110,7 @@ PUBLIC = {
         "flash_adam",
         "flash_adamw",
         "flash_lion",
+        "flash_muon",
         "flash_sgd",
         "flash_sgdw",
         "from_master",

@@ -1,5 +1,6 @@
 """Shardings of arrays: zeros placed like a parameter, and local functions over shards."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -286,3 +288,92 @@ def partitioned(
         **sizes,
     )
     return call(*args)
+
+
+# --- Whole matrices on one device each --------------------------------------------------
+
+
+def one_device_each(
+    func: Callable[[Array], Array], arrays: Sequence[Array]
+) -> list[Array]:
+    """Applies a function to matrices, each on one device, however they are sharded.
+
+    `func` takes a stack `(count, rows, columns)` and computes each matrix on its own. The
+    arrays are such stacks, with equal rows and columns. Devices that have parts of a
+    matrix, or the same ones, divide the matrices among them.
+    """
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    plain = functools.partial(one_stack, func)
+    kinds = {kind for x in arrays for kind in jax.typeof(x).sharding.mesh.axis_types}
+    if kinds - {AxisType.Explicit} and kinds - {AxisType.Auto}:
+        return plain(arrays)  # inside a `shard_map`, which knows what it has
+
+    def parts(mesh: Any, args: PyTree, _: PyTree) -> Parts:
+        (types,) = args
+        shardings = [_even(mesh, x) for x in types]
+        return functools.partial(_exchanged, func, shardings), (shardings,), shardings
+
+    if kinds == {AxisType.Explicit}:
+        local, given, results = parts(mesh, ([*map(jax.typeof, arrays)],), None)
+        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
+        call = jax.shard_map(
+            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+        return call(jax.tree.map(_resharded, list(arrays), results))
+    axes = ", ".join(f"count{i} rows{i} columns{i}" for i in range(len(arrays)))
+    return partitioned(plain, (list(arrays),), parts, rule=f"{axes} -> {axes}")
+
+
+def _even(mesh: Any, x: Any) -> NamedSharding:
+    """Returns the sharding of an array, without the axes that do not divide it evenly."""
+    spec = getattr(x.sharding, "spec", ())
+    entries = [
+        axes if size % math.prod(mesh.shape[name] for name in axes) == 0 else ()
+        for axes, size in zip(axes_of(spec, 3), x.shape, strict=True)
+    ]
+    return NamedSharding(mesh, spec_of(entries))
+
+
+def one_stack(func: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
+    """Applies a function of a stack to several of them at once."""
+    ends = np.cumsum([len(x) for x in arrays])[:-1]
+    return jnp.split(func(jnp.concatenate(arrays)), ends)
+
+
+def _exchanged(
+    func: Callable[[Array], Array],
+    shardings: Sequence[NamedSharding],
+    arrays: Sequence[Array],
+) -> list[Array]:
+    """Applies a function of whole matrices to the shards of one device."""
+    alike: dict[NamedSharding, list[int]] = {}
+    for index, sharding in enumerate(shardings):
+        alike.setdefault(sharding, []).append(index)
+    new: dict[int, Array] = {}
+    for sharding, indices in alike.items():
+        local = functools.partial(_exchange, func, sharding)
+        found = one_stack(local, [arrays[index] for index in indices])
+        new |= dict(zip(indices, found, strict=True))
+    return [new[index] for index in range(len(arrays))]
+
+
+def _exchange(
+    func: Callable[[Array], Array], sharding: NamedSharding, x: Array
+) -> Array:
+    """Gives each device some whole matrices for parts of all of them, and back."""
+    sizes = sharding.mesh.shape
+    split, *cut = axes_of(sharding.spec, 3)
+    copies = tuple(name for name in sizes if name not in (*split, *cut[0], *cut[1]))
+    copied = math.prod(sizes[name] for name in copies)
+    devices = copied * math.prod(sizes[name] for axes in cut for name in axes)
+    count, cuts = len(x), [(axis, axes) for axis, axes in enumerate(cut, 1) if axes]
+    x = jnp.pad(x, ((0, -count % devices), (0, 0), (0, 0)))
+    if copies:
+        share = len(x) // copied
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(copies) * share, share)
+    for axis, axes in cuts:
+        x = lax.all_to_all(x, axes, 0, axis, tiled=True)
+    x = func(x)
+    for axis, axes in reversed(cuts):
+        x = lax.all_to_all(x, axes, axis, 0, tiled=True)
+    return (lax.all_gather(x, copies, tiled=True) if copies else x)[:count]

@@ -49,7 +49,7 @@ class Body(Protocol):
     def group_size(self) -> int: ...
 
     def __call__(
-        self, scalars: tuple[Array, ...], grad: Array, leaf: PyTree, block: Block
+        self, scalars: tuple[Array, ...], grad: PyTree, leaf: PyTree, block: Block
     ) -> PyTree: ...
 
 
@@ -59,7 +59,9 @@ class Job(NamedTuple):
     name: str  # the path of the parameter
     body: Body  # the step
     scalars: Array  # the f32 numbers that `body` needs
-    grad: PyTree  # `None` while it is not known
+    grad: (
+        PyTree  # an array or several, like the parameter; `None` while it is not known
+    )
     leaf: PyTree  # the parameter and its state: any pytree with an attribute `param`
     layer: Array | None = None  # int32, if only this one steps, along the first axis
 
@@ -73,7 +75,7 @@ class _Batch(NamedTuple):
     """The arrays of steps that share a launch; see `Job` and `run`."""
 
     scalars: Sequence[Array]
-    grads: Sequence[Array]
+    grads: Sequence[PyTree]
     leaves: Sequence[PyTree]
     finite: Array | None
     layer: Array | None
@@ -128,7 +130,7 @@ def _plain(batch: _Batch, *, body: Body) -> list[PyTree]:
 @functools.partial(jax.jit, static_argnames="body")
 def _plain_leaf(
     scalars: Array,
-    grad: Array,
+    grad: PyTree,
     leaf: PyTree,
     finite: Array | None,
     layer: Array | None,
@@ -138,11 +140,11 @@ def _plain_leaf(
     step = functools.partial(run_plain, body, scalars, grad, finite=finite)
     if layer is None:
         return step(leaf)
-    return _with_layer(leaf, layer, step(_layer_of(leaf, layer)))
+    return _with_layer(leaf, layer, step(layer_of(leaf, layer)))
 
 
 # The axis of the layers is the first, or follows the planes.
-def _layer_of(leaf: PyTree, layer: Array) -> PyTree:
+def layer_of(leaf: PyTree, layer: Array) -> PyTree:
     rank = leaf.param.ndim
     read = lax.dynamic_index_in_dim
     return jax.tree.map(lambda x: read(x, layer, x.ndim - rank, keepdims=False), leaf)
@@ -196,24 +198,25 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
     def local(
         numbers: Array,
         ahead: Array | None,
-        grads: Sequence[Array],
+        grads: Sequence[PyTree],
         leaves: Sequence[PyTree],
     ) -> list[PyTree]:
         if ahead is None:
             return whole(numbers, grads, leaves)
         (leaf,) = leaves
-        if _triton.can_address(leaf, _BLOCK) and grads[0].size % _BLOCK == 0:
+        size = jax.tree.leaves(grads)[0].size
+        if _triton.can_address(leaf, _BLOCK) and size % _BLOCK == 0:
             return launch(numbers, grads, leaves, like=like, ahead=ahead)
         # A device may have other layers only.
         layer, last = -ahead[0], len(ahead) - 1
         is_here = (layer >= 0) & (layer <= last)
         layer = jnp.clip(layer, 0, last)
         numbers = numbers.at[:, 0].multiply(is_here.astype(numbers.dtype))
-        (new,) = whole(numbers, grads, [_layer_of(leaf, layer)])
+        (new,) = whole(numbers, grads, [layer_of(leaf, layer)])
         return [_with_layer(leaf, layer, new)]
 
     def whole(
-        numbers: Array, grads: Sequence[Array], leaves: Sequence[PyTree]
+        numbers: Array, grads: Sequence[PyTree], leaves: Sequence[PyTree]
     ) -> list[PyTree]:
         alike: dict[tuple[int, ...], list[int]] = {}
         for index, leaf in enumerate(leaves):  # shards of equal arrays may differ
@@ -233,7 +236,7 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
                 new[index] = leaf
         return new
 
-    rule, planes = _rule(batch.leaves, body.group_size, by_layer=ahead is not None)
+    rule, planes = _rule(batch, body.group_size, by_layer=ahead is not None)
     return over_shards(
         local,
         (numbers, ahead, list(batch.grads), list(batch.leaves)),
@@ -258,7 +261,11 @@ def _layout(
         ((mesh, spec),) = [(sharding.mesh, sharding.spec) for sharding in params]
         layers = NamedSharding(mesh, PartitionSpec(*spec[:1]))
         params = [NamedSharding(mesh, PartitionSpec(*spec[1:]))]
-    return (everywhere, layers, params, results), results
+    given = [
+        jax.tree.map(lambda _, to=sharding: to, grad)
+        for sharding, grad in zip(params, grads, strict=True)
+    ]
+    return (everywhere, layers, given, results), results
 
 
 def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
@@ -269,15 +276,13 @@ def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
     )
 
 
-def _rule(
-    leaves: Sequence[PyTree], group_size: int, *, by_layer: bool
-) -> tuple[str, set[str]]:
+def _rule(batch: _Batch, group_size: int, *, by_layer: bool) -> tuple[str, set[str]]:
     """Returns which axes belong together, as Shardy writes it, and the axes of planes.
 
     A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
     planes before. By layer, the gradient lacks the first axis, which `ahead` has.
     """
-    planes: set[str] = set()
+    leaves, planes = batch.leaves, set[str]()
 
     def axes_of(number: int, x: Array, first: int = 0) -> str:
         param = leaves[number].param
@@ -290,7 +295,11 @@ def _rule(
         return " ".join(axes[first:])
 
     ahead = ["leaf0axis0"] if by_layer else []
-    grads = [axes_of(i, leaf.param, int(by_layer)) for i, leaf in enumerate(leaves)]
+    grads = [
+        axes_of(i, leaf.param, int(by_layer))
+        for i, leaf in enumerate(leaves)
+        for _ in jax.tree.leaves(batch.grads[i])
+    ]
     results = [
         axes_of(i, x) for i, leaf in enumerate(leaves) for x in jax.tree.leaves(leaf)
     ]
@@ -302,7 +311,7 @@ def _rule(
 
 
 def run_plain(
-    body: Body, scalars: Array, grad: Array, leaf: PyTree, *, finite: Array | None
+    body: Body, scalars: Array, grad: PyTree, leaf: PyTree, *, finite: Array | None
 ) -> PyTree:
     """Runs a step on whole arrays, of which those with one more axis become planes."""
     shape, group_size = leaf.param.shape, body.group_size
@@ -320,7 +329,8 @@ def run_plain(
         return x.reshape(*shape[:-1], shape[-1] // group_size, group_size)
 
     step = functools.partial(body, tuple(scalars))
-    old, grad = jax.tree.map(planes, leaf), group(sharded_as(grad, leaf.param))
+    old = jax.tree.map(planes, leaf)
+    grad = jax.tree.map(lambda x: group(sharded_as(x, leaf.param)), grad)
     if cut:
         new = step(grad, old, block=_CutBlock(group_size))
     elif group_size and leaf.param.size >= _TWO_PASSES:

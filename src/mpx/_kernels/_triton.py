@@ -47,7 +47,7 @@ def can_address(leaf: PyTree, block: int) -> bool:
 def launch(
     body: Body,
     scalars: Array,
-    grads: Sequence[Array],
+    grads: Sequence[PyTree],
     leaves: Sequence[PyTree],
     *,
     block: int,
@@ -62,7 +62,7 @@ def launch(
     it. The types of `like` tell over which mesh axes the results vary.
     """
     param, group_size = leaves[0].param, body.group_size
-    view = _View(grads[0].size, block, group_size)
+    view = _View(jax.tree.leaves(grads)[0].size, block, group_size)
     layers = 1 if ahead is None else len(ahead)
 
     def planes_of(x: Array) -> int:
@@ -74,7 +74,9 @@ def launch(
 
     arrays = jax.tree.map(flat, list(leaves))
     shape = view.shape(1, grouped=False)
-    inputs = (scalars, ahead, [grad.reshape(shape) for grad in grads], arrays)
+    inputs = (
+        scalars, ahead, jax.tree.map(lambda x: x.reshape(shape), list(grads)), arrays,
+    )  # fmt: skip
     before = len(jax.tree.leaves(inputs[:-1]))
     types = jax.tree.map(
         lambda x, like: struct_like(like, x.shape),
@@ -106,7 +108,7 @@ def launch(
 def _kernel(
     scalars_ref: Ref,
     ahead_ref: Ref | None,
-    grad_refs: Sequence[Ref],
+    grad_refs: Sequence[PyTree],
     leaf_refs: Sequence[PyTree],
     out_refs: Sequence[PyTree],
     *,
@@ -133,9 +135,11 @@ def _kernel(
         for i, part in enumerate(x if planes else [x]):
             view.store(ref, place, part, (i, planes or 1))
 
-    def load(grad_ref: Ref, leaf_ref: Ref) -> tuple[Array, PyTree]:
+    def load(grad_ref: PyTree, leaf_ref: PyTree) -> tuple[PyTree, PyTree]:
         leaf = jax.tree.map(load_planes, leaf_ref, planes)
-        return view.load(grad_ref, index, last=True), leaf
+        return jax.tree.map(
+            lambda ref: view.load(ref, index, last=True), grad_ref
+        ), leaf
 
     pairs = zip(grad_refs, leaf_refs, strict=True)
     loads = [functools.partial(load, *pair) for pair in pairs]

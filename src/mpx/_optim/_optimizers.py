@@ -1,335 +1,28 @@
-"""The compressed optimizers: interface, engine, and all of them by name."""
+"""The compressed optimizers by name."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import optax
-from jax import Array
-from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import PyTree
+import numpy as np
+from jax.typing import DTypeLike
 
-from mpx._casting._select import Selectors
-from mpx._jax._arguments import check_choice
-from mpx._jax._compat import undifferentiable
-from mpx._jax._tree import as_flag, dtype_of
+from mpx._jax._arguments import as_count, check_choice, check_value
 from mpx._kernels import _dispatch as _kernels
+from mpx._optim._engine import Core, FlashOptimizer, Method, core_of
+from mpx._optim._muon import Matrices
 from mpx._optim._options import (
-    F32,
-    PARAM_DTYPES,
     Compression,
-    FlatParams,
     Hyper,
     Mask,
     ParamGroup,
     as_groups,
-    as_scalar,
-    cast_params,
     check_compression,
-    check_groups_match,
-    check_has_params,
     check_hyper,
-    decays,
-    flatten_params,
-    group_of,
-    is_trainable,
 )
-from mpx._optim._packing import LeafStep, PackedLeaf, first_state
-from mpx._optim._state import (
-    FlashState,
-    Stepped,
-    check_packed,
-    check_state,
-    leaves_of,
-    make_state,
-    put_masters,
-    register_with_flax,
-    with_leaves,
-)
-from mpx._optim._update_rules import Adam, Lion, Rule, Sgd
-from mpx._quant._codecs import dither_of
-from mpx._updates._update import check_grad, transforms_after
+from mpx._optim._update_rules import Adam, Lion, Muon, NewtonSchulz, Rule, Sgd
 
 _DEFAULT = Compression()
-
-
-class FlashOptimizer(optax.GradientTransformationExtraArgs):
-    """A compressed optimizer: an optax transformation with a faster way to step.
-
-    Start with `init_from`, which takes the f32 weights. `step` updates parameters and state
-    in one pass over memory, in place if they are donated.
-
-    Attributes:
-        init: Makes the state of parameters as they are: `init(params)`. For masters of
-            16-bit parameters see `Compression.jitter`. Given `ShapeDtypeStruct`s, every
-            leaf of the state is one, sharded like the parameters.
-        update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
-            Its f32 updates must reach `optax.apply_updates` or `mpx.optimizer_update`,
-            which keep the dtypes of parameters, unchanged: the state holds the remainder of
-            rounding the new parameters. In a chain it is the last member.
-    """
-
-    def init_from(
-        self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()
-    ) -> Stepped:
-        """Makes 16-bit parameters and their state from f32 weights.
-
-        The masters hold the f32 weights, to the precision of their format.
-
-        Args:
-            params: The f32 weights, or a whole model: arrays or `ShapeDtypeStruct`s.
-                Running statistics stay f32: `eqx.nn.State`, `batch_stats` of Flax Linen
-                and NNX variables other than `nnx.Param`. Parameters that have 16 bits
-                already start as with `init`. Frozen ones are rounded.
-            dtype: The dtype of the parameters: bf16, f16, or f32 to leave them as they are.
-            keep: Parameters that stay as they are: a selector as in `ParamGroup`.
-
-        Returns:
-            The parameters and their state, with the shardings of the weights.
-
-        Raises:
-            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
-                `keep` selects nothing.
-
-        Examples:
-            >>> from mpx.optim import flash_adamw, master_params
-            >>> params, state = flash_adamw(1e-3).init_from({"w": jnp.full((64, 64), 0.1)})
-            >>> params["w"].dtype, float(params["w"][0, 0])
-            (dtype(bfloat16), 0.10009765625)
-            >>> abs(float(master_params(params, state)["w"][0, 0]) - 0.1) < 1e-6
-            True
-        """
-        low = cast_params(params, dtype, keep)
-        flat, state = flatten_params(low), core_of(self).init(low)
-        # Those that had 16 bits before keep the masters that `init` gave them.
-        weights = [
-            None if dtype_of(old) == dtype_of(new) else old
-            for old, new in zip(flat.like(params, "`params`"), flat.leaves, strict=True)
-        ]
-        return put_masters(flat, state, weights)
-
-    def step(
-        self,
-        params: PyTree,
-        state: FlashState,
-        grads: PyTree,
-        *,
-        finite: ArrayLike | None = None,
-        grad_scale: ArrayLike = 1.0,
-    ) -> Stepped:
-        """Takes one step.
-
-        Args:
-            params: The parameters, or a whole model, of which other leaves do not change.
-            state: The state, from `init(params)` or the last step.
-            grads: The gradients, `None` where a parameter must not change.
-            finite: A boolean scalar. If it is false, nothing changes, not even the step
-                count. `None` means true.
-            grad_scale: The factor of the gradients, a scalar: one over the loss scale,
-                times the factor of a gradient clip.
-
-        Raises:
-            ValueError: If gradients or state do not fit the parameters.
-        """
-        return core_of(self).step(params, state, grads, finite, grad_scale)
-
-
-# --- the engine -----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Core:
-    """A rule, its hyperparameters, and the other options of a `FlashOptimizer`."""
-
-    rule: Rule
-    hyper: Mapping[str, Hyper]
-    mask: Mask
-    groups: tuple[ParamGroup, ...]
-    compression: Compression
-    backend: _kernels.Backend
-
-    def init(self, params: PyTree) -> FlashState:
-        register_with_flax()
-        flat = flatten_params(params)
-        check_has_params(flat)
-        check_groups_match(self.groups, flat)
-        kind, moments = self.rule.kind, self.rule.moments
-        leaves = []
-        for name, param in zip(flat.names, flat.leaves, strict=True):
-            _, stored = self.options(name, param)
-            packed = stored and first_state(name, param, moments, stored)
-            leaves.append(PackedLeaf(param, packed))
-        return make_state(kind, self.compression.format, moments, leaves, flat.bare)
-
-    def options(
-        self, name: str, param: PyTree
-    ) -> tuple[ParamGroup | None, Compression | None]:
-        """Returns the group of a leaf, and its storage: `None` if it does not train."""
-        group = group_of(self.groups, name, param)
-        if (group is not None and group.frozen) or not is_trainable(name, param):
-            return group, None
-        return group, (group and group.compression) or self.compression
-
-    def update(
-        self,
-        updates: PyTree,
-        state: FlashState,
-        params: PyTree = None,
-        *,
-        finite: ArrayLike | None = None,
-        grad_scale: ArrayLike = 1.0,
-        **_: object,
-    ) -> tuple[PyTree, FlashState]:
-        if params is None:
-            raise ValueError(
-                "A compressed optimizer needs the parameters: call "
-                "`update(grads, state, params)`."
-            )
-        flat = flatten_params(params)
-        is_rounded = any(dtype_of(x) in PARAM_DTYPES[1:] for x in flat.leaves)
-        if is_rounded and (later := transforms_after()):
-            raise ValueError(
-                "A compressed optimizer must be the last of a chain, but after it come "
-                f"{', '.join(later)}. Its state holds the remainder of rounding the new "
-                "16-bit parameters; with other updates they would become different ones, "
-                "and may not move at all. Put what changes gradients before it, and the "
-                "factor of a learning rate or schedule into `learning_rate`."
-            )
-        new, state = self.step(params, state, updates, finite, grad_scale)
-        grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
-        deltas = [
-            None if grad is None else _difference(*pair)
-            for grad, *pair in zip(grads, after, flat.leaves, strict=True)
-        ]
-        return flat.treedef.unflatten(deltas), state
-
-    def step(
-        self,
-        params: PyTree,
-        state: FlashState,
-        grads: PyTree,
-        finite: ArrayLike | None,
-        grad_scale: ArrayLike,
-    ) -> Stepped:
-        flat = flatten_params(params)
-        flag = None if finite is None else as_flag(finite, "finite")
-        step = Step(self, flat, state, grad_scale)
-        jobs: dict[int, _kernels.Job] = {}
-        for index, grad in enumerate(flat.like(grads, "The gradients")):
-            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
-            if has_grad and (job := step.job(index)) is not None:
-                check_grad(job.name, job.leaf.param, grad)
-                jobs[index] = job._replace(grad=jnp.asarray(grad))
-        if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
-            raise ValueError(
-                "None of the parameters has a gradient, so the step would move nothing, "
-                "but count. Pass the gradients as a tree like the parameters, with None "
-                "only where a parameter must not change."
-            )
-        done = _kernels.run(_guarded(jobs), finite=flag, backend=self.backend)
-        return step.result(dict(zip(jobs, done, strict=True)), flag)
-
-
-class Step:
-    """One step of all parameters: what their steps share."""
-
-    def __init__(
-        self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
-    ) -> None:
-        check_has_params(flat)
-        check_state(state, core.rule, core.compression)
-        self._core, self._flat, self._state = core, flat, state
-        self._scale = as_scalar("grad_scale", grad_scale)
-        self._leaves = leaves_of(flat, state)
-        self._decays = decays(core.mask, flat)
-        self._known: dict[tuple[int, bool], Array] = {}
-
-    def scalars(self, group: ParamGroup | None, decays: bool) -> Array:
-        """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
-        key = (id(group), decays)
-        if key not in self._known:
-            rule, count = self._core.rule, self._state.count
-            hyper = {**self._core.hyper, **(group.hyper if group else {})}
-            if not decays:
-                hyper["weight_decay"] = 0.0
-            given = ((name, hyper[name]) for name in rule.hyper)
-            values = {k: as_scalar(k, x(count) if callable(x) else x) for k, x in given}
-            # As in the state: the largest int32 plus one would be negative.
-            step = jnp.asarray(optax.safe_increment(count))
-            numbers = rule.coefficients(values, step.astype(jnp.float32))
-            self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
-        return self._known[key]
-
-    def job(self, index: int) -> _kernels.Job | None:
-        """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        name, stored, packing = leaf = self._leaves[index]
-        param = stored.param
-        group, compression = self._core.options(name, param)
-        if compression is None:
-            return None
-        group_size = check_packed(leaf)
-        if packing.correction is None and compression.correction_dtype(param):
-            raise ValueError(
-                f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
-                f"it, while the optimizer has `master_bits={compression.master_bits}`: "
-                "small updates would be lost. Call init after casting the model, or use "
-                "`Compression(master_bits=None)`."
-            )
-        # FlashOptim rounds to nearest.
-        dithers = self._state.format == "mpx" and compression.rounding == "dithered"
-        body = LeafStep(self._core.rule, packing, group_size, dithers)
-        scalars = self.scalars(group, self._decays[index])
-        return _kernels.Job(name, body, scalars, None, stored)
-
-    def result(
-        self, stepped: Mapping[int, PackedLeaf], finite: Array | None
-    ) -> Stepped:
-        """Returns parameters and state, given the leaves that have stepped, by index."""
-        old = self._state
-        count = jnp.asarray(optax.safe_increment(old.count))
-        count = count if finite is None else jnp.where(finite, count, old.count)
-        new = (stepped.get(i, leaf.stored) for i, leaf in enumerate(self._leaves))
-        return with_leaves(self._flat, dataclasses.replace(old, count=count), new)
-
-
-_constant = undifferentiable(
-    "The step of a compressed optimizer has no derivative: its state is stored in "
-    "integers. If the step is a constant here, pass parameters, state and gradients "
-    "through `lax.stop_gradient`. With f32 parameters and `Compression(quantize=False)` "
-    "a step can be differentiated."
-)
-
-
-def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
-    """Returns steps that raise if they are differentiated, unless all is in f32."""
-    coded = {
-        index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
-        for index, job in jobs.items()
-        if any(x.dtype != F32 for x in jax.tree.leaves(job.leaf))
-    }
-    safe = _constant(coded)
-    return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
-
-
-def _difference(new: PyTree, old: PyTree) -> Array:
-    """Returns what, added to the parameter in f32 and rounded, gives the new one.
-
-    For 16 bits it is exact unless the new one is smaller by a factor of 2¹⁶ or more.
-    """
-    if dtype_of(old) in PARAM_DTYPES:
-        new, old = (jnp.asarray(x).astype(jnp.float32) for x in (new, old))
-        return jnp.where(new == old, 0.0, new - old)  # inf - inf is nan
-    return jnp.zeros_like(old)
-
-
-# --- by name --------------------------------------------------------------------------
-
-
-def core_of(optimizer: FlashOptimizer) -> Core:
-    init: Any = optimizer.init  # a method of the core, which optax's tuple cannot hold
-    return init.__self__
 
 
 def _build(
@@ -339,16 +32,43 @@ def _build(
     groups: Sequence[ParamGroup],
     compression: Compression,
     backend: _kernels.Backend,
+    matrices: Matrices = None,
+    others: Method | None = None,
     **hyper: Hyper,
 ) -> FlashOptimizer:
     check_compression("`compression`", compression)
     check_choice(backend, "backend", _kernels.BACKENDS)
-    groups = as_groups(groups, rule, compression)
+    groups = as_groups(groups, rule, compression, others and others.rule)
+    for group in groups:
+        _check_optimizer(group)
     for values in (hyper, *(group.hyper for group in groups)):
         check_hyper(values)
-    core = Core(rule, hyper, mask, groups, compression, backend)
+    core = Core(rule, hyper, mask, groups, compression, backend, matrices, others)
     methods: Any = core.init, core.update  # optax's types allow for no other states
     return FlashOptimizer(*methods)
+
+
+def _check_optimizer(group: ParamGroup) -> None:
+    """Raises if the optimizer of a group has more than a rule and hyperparameters."""
+    if group.optimizer is None:
+        return
+    if not isinstance(group.optimizer, FlashOptimizer):
+        raise TypeError(
+            f"The `optimizer` of the group {group.where!r} must be a compressed one, such as "
+            f"`mpx.optim.flash_adamw(3e-4)`, but {type(group.optimizer).__name__} was given."
+        )
+    core = core_of(group.optimizer)
+    if (
+        core.groups
+        or core.mask is not None
+        or core.compression != _DEFAULT
+        or core.others
+    ):
+        raise ValueError(
+            f"The `optimizer` of the group {group.where!r} must have no `mask`, `groups` or "
+            "`compression` and not be `flash_muon`: those of the whole optimizer, and the "
+            "`compression` of the group, hold."
+        )
 
 
 def flash_adamw(
@@ -516,3 +236,91 @@ def _sgd(
         )
     rule = Sgd(decoupled, nesterov, () if momentum is None else ("mu",))
     return _build(rule, momentum=0.0 if momentum is None else momentum, **options)
+
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of the reference, and of optax
+
+
+def flash_muon(  # noqa: PLR0913 (options are keywords)
+    learning_rate: Hyper,
+    beta: Hyper = 0.95,
+    *,
+    nesterov: bool = True,
+    weight_decay: Hyper = 0.0,
+    ns_coeffs: Sequence[Any] = _NEWTON_SCHULZ,
+    ns_steps: int = 5,
+    ns_dtype: DTypeLike = jnp.bfloat16,
+    eps: float = 1e-8,
+    consistent_rms: float | None = None,
+    matrices: Matrices = None,
+    mask: Mask = None,
+    groups: Sequence[ParamGroup] = (),
+    compression: Compression = _DEFAULT,
+    backend: _kernels.Backend = "auto",
+) -> FlashOptimizer:
+    """Muon with an 8-bit momentum and compressed master weights.
+
+    The rule is that of `optax.contrib.muon`: the momentum of each matrix, orthogonalised
+    by Newton-Schulz steps, is the direction. Matrices of one shape are orthogonalised
+    together, each on one device, however they are sharded. AdamW, with the learning rate
+    and without decay, steps what is no matrix. Embeddings and the head, which are, should
+    be in a group with an optimizer of their own.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the step count.
+        beta: Decay of the momentum.
+        nesterov: Whether to look one step ahead.
+        weight_decay: A number or a schedule; multiplied by the learning rate.
+        ns_coeffs: Coefficients of the Newton-Schulz steps: three numbers, or three for
+            each step.
+        ns_steps: The number of steps, if there are three coefficients.
+        ns_dtype: The dtype of their matmuls: bf16, f32 or `float8_e4m3fn`.
+        eps: Added to the norm of each matrix, by which it is divided first.
+        consistent_rms: If given, a step is this times the root of the longer side, so
+            that its elements are as large as those of AdamW (with 0.2). Else it is the
+            root of outputs / inputs, at least 1.
+        matrices: The axes of inputs and outputs of each parameter: a tree of
+            `optax.contrib.MuonDimensionNumbers`, or a function that makes one from the
+            parameters. Other axes count matrices, such as layers; parameters with `None`
+            are no matrices. By default arrays of two axes are.
+        mask: For this and the next arguments see `flash_adamw`.
+        groups: Options by parameter path; the first group that matches holds.
+        compression: How the state is stored.
+        backend: Where steps run, apart from matmuls.
+
+    Examples:
+        >>> groups = [ParamGroup("embed|head", optimizer=flash_adamw(3e-4))]
+        >>> optimizer = flash_muon(0.02, groups=groups)
+        >>> weights = {"embed": jnp.ones((64, 64)), "w": jnp.eye(64), "bias": jnp.ones(64)}
+        >>> params, state = optimizer.init_from(weights)
+        >>> state.nu["w"] is None, state.nu["embed"].codes.dtype
+        (True, dtype('uint8'))
+    """
+    rms, dtype = consistent_rms, np.dtype(ns_dtype)
+    check_choice(str(dtype), "ns_dtype", ("bfloat16", "float32", "float8_e4m3fn"))
+    rows = np.asarray(ns_coeffs, np.float64)
+    if rows.shape == (3,):
+        rows = np.tile(rows, (as_count(ns_steps, "ns_steps", 1), 1))
+    if rows.ndim != 2 or rows.shape[1] != 3 or not np.isfinite(rows).all():
+        raise ValueError(
+            "`ns_coeffs` must be three numbers, or three for each step, but "
+            f"{ns_coeffs!r} was given."
+        )
+    check_value(0 < eps < np.inf, "eps", "a positive number", eps)
+    check_value(
+        rms is None or 0 < rms < np.inf, "consistent_rms", "positive or None", rms
+    )
+    coefficients = tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    adamw = core_of(flash_adamw(learning_rate, weight_decay=0.0))
+    return _build(
+        Muon(nesterov, NewtonSchulz(coefficients, dtype, float(eps)), rms),
+        learning_rate=learning_rate,
+        beta=beta,
+        weight_decay=weight_decay,
+        mask=mask,
+        groups=groups,
+        compression=compression,
+        backend=backend,
+        matrices=matrices,
+        others=Method(adamw.rule, adamw.hyper),
+    )

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, PyTree
@@ -256,6 +257,8 @@ class ParamGroup:
         hyper: Hyperparameters that differ, for example `{"weight_decay": 0.0}`.
         frozen: Whether these parameters stay as they are, without any state.
         compression: How their state is stored, if different from the others.
+        optimizer: A compressed optimizer whose rule and hyperparameters these parameters
+            have instead, such as `flash_adamw(3e-4)` for embeddings under `flash_muon`.
 
     Examples:
         >>> group = ParamGroup("bias|norm", {"weight_decay": 0.0})
@@ -268,6 +271,7 @@ class ParamGroup:
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
         selectors = parse_selectors(self.where, "where")
@@ -287,7 +291,8 @@ class ParamGroup:
 
     def __hash__(self) -> int:
         # Of the hyperparameters only the names: a value may be an array.
-        return hash((self.where, frozenset(self.hyper), self.frozen, self.compression))
+        options = (self.frozen, self.compression, self.optimizer)
+        return hash((self.where, frozenset(self.hyper), options))
 
 
 def _selects(selector: Selector, name: str, leaf: object) -> bool:
@@ -319,7 +324,10 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
 
 
 def as_groups(
-    groups: Iterable[ParamGroup], rule: Rule, compression: Compression
+    groups: Iterable[ParamGroup],
+    rule: Rule,
+    compression: Compression,
+    others: Rule | None = None,
 ) -> tuple[ParamGroup, ...]:
     """Returns groups as a tuple; raises if the optimizer does not have their options."""
     members = tuple(groups) if isinstance(groups, Iterable) else (groups,)
@@ -329,7 +337,12 @@ def as_groups(
                 "`groups` must be a sequence of `ParamGroup`s, such as "
                 f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
             )
-        names = set(rule.hyper)
+        names = set(rule.hyper) | set(others.hyper if others else ())
+        if group.optimizer is not None and (group.hyper or group.frozen):
+            raise ValueError(
+                f"The group {group.where!r} has an `optimizer`, and `hyper` or `frozen` "
+                "beside it. Give the hyperparameters to that optimizer."
+            )
         if not rule.moments:  # `momentum=0.0` on the optimizer keeps one
             names -= {"momentum", "dampening"}
         if unknown := sorted(set(group.hyper) - names):
@@ -361,7 +374,7 @@ _Range = tuple[Callable[[float], bool], str]
 _RATE: _Range = (lambda x: 0 <= x < np.inf), "lie in [0, ∞)"
 _DECAY: _Range = (lambda x: 0 <= x < 1), "lie in [0, 1)"
 _RANGES: dict[str, _Range] = {
-    **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
+    **dict.fromkeys(("b1", "b2", "beta", "momentum"), _DECAY),
     "dampening": ((lambda x: 0 <= x <= 1), "lie in [0, 1]"),
     "eps": ((lambda x: 0 < x < np.inf), "lie in (0, ∞)"),
     "grad_scale": (np.isfinite, "be finite"),

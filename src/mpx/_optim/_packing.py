@@ -106,13 +106,18 @@ class Packing:
     def read(
         cls, packed: PyTree, moments: tuple[str, ...], format: StateFormat
     ) -> "Packing":
-        """Reads the packing off a state; whether the state fits it is checked elsewhere."""
+        """Reads the packing off a state; whether the state fits it is checked elsewhere.
+
+        `moments` are those of the optimizer; a parameter may have only the first of them.
+        """
         codes, scales = packed if isinstance(packed, Packed) else (None, None)
-        size = getattr(dtype_of(codes), "itemsize", 0)
+        size, planes = getattr(dtype_of(codes), "itemsize", 0), _count(codes)
+        count = (planes - 1) * size // F32.itemsize if size else planes
         if scales is not None:
-            size = (shape_of(codes) or (0,))[0] - len(moments)
+            count = min(_count(scales), len(moments))
+            size = planes - count
         correction = {1: INT8, 2: INT16}.get(size)
-        return cls(moments, format, scales is not None, correction)
+        return cls(moments[:count], format, scales is not None, correction)
 
     @property
     def codecs(self) -> list[MomentCodec]:
@@ -184,6 +189,11 @@ def _sharded_like(packed: Packed, shapes: Unpacked) -> Unpacked:
     return jax.tree.map(place, shapes, is_leaf=lambda x: isinstance(x, Quantized))
 
 
+def _count(x: PyTree) -> int:
+    """Returns the number of planes of an array, or of arrays in a tuple."""
+    return len(x) if isinstance(x, tuple) else (shape_of(x) or (0,))[0]
+
+
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
     """Returns the planes of an array; a tuple consists of them already."""
     if x is None or isinstance(x, tuple):
@@ -202,9 +212,13 @@ class LeafStep:
     dithers: bool = False
 
     def __call__(
-        self, scalars: Scalars, grad: Array, leaf: PackedLeaf, block: Block
+        self, scalars: Scalars, grad: PyTree, leaf: PackedLeaf, block: Block
     ) -> PackedLeaf:
-        """Steps a block, in which each array is a tuple of planes."""
+        """Steps a block, in which each array is a tuple of planes.
+
+        For Muon `grad` is a pair: the gradient, and the direction of the step.
+        """
+        grad, *towards = grad if isinstance(grad, tuple) else (grad,)
         grad_scale, for_moments, for_masters, *coefficients = scalars
         if not self.dithers:
             for_moments = for_masters = None
@@ -217,7 +231,7 @@ class LeafStep:
         grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
         scaled = grad.astype(weight.dtype) * grad_scale
         given = tuple(coefficients), scaled, weight, block
-        weight, moments = self._update(given, moments, dtype)
+        weight, moments = self._update(given, moments, dtype, *towards)
         # For `finite` to skip; it must be seen if nobody looks.
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
         param, correction = master.encode(weight, dtype, block, for_masters)
@@ -228,15 +242,21 @@ class LeafStep:
         return PackedLeaf(param, Unpacked(stored, correction).words)
 
     def _update(
-        self, given: Given, moments: Moments, dtype: np.dtype
+        self,
+        given: Given,
+        moments: Moments,
+        dtype: np.dtype,
+        towards: Array | None = None,
     ) -> tuple[Array, Moments]:
         """Returns weights and moments after a step, the old ones where it would overflow.
 
         An infinite second moment would stay, and its weight would never move again. To skip
         the whole step, a kernel would have to read all gradients twice.
         """
-        _, _, weight, _ = given
+        coefficients, _, weight, block = given
         new = self.rule.average(given, moments)
+        if towards is not None:
+            given = coefficients, towards.astype(weight.dtype), weight, block
         # If any moment is too large, the last one is.
         fits = [jnp.abs(last) < _LARGEST_MOMENT for last in new[-1:]]
         for fit in fits:

@@ -30,7 +30,8 @@ from mpx._jax._compat import (
 )
 from mpx._jax._tree import as_flag
 from mpx._kernels import _dispatch as _kernels
-from mpx._optim._optimizers import FlashOptimizer, Step, core_of
+from mpx._optim._engine import FlashOptimizer, Step, core_of
+from mpx._optim._muon import run
 from mpx._optim._options import flatten_params
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
@@ -260,7 +261,7 @@ class _ParamRefs:
         finite = _both(finite, watched.see(grad))
         leaf = jax.tree.map(lambda ref: ref[...], refs)
         job = self._job._replace(leaf=leaf, grad=grad, scalars=scalars, layer=layer)
-        (new,) = _kernels.run([job], finite=finite, backend=self._backend)
+        (new,) = run([job], finite=finite, backend=self._backend)
 
         def store(ref: Ref, x: Array) -> None:
             ref[...] = x

@@ -24,7 +24,6 @@ from mpx._optim._options import (
     flatten_params,
 )
 from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, put_master
-from mpx._optim._update_rules import Rule
 from mpx._quant._codecs import Block
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
@@ -75,13 +74,13 @@ class FlashState(eqx.Module):
         return self._view("correction")
 
     def _view(self, name: str) -> PyTree:
-        names = (*self.moments, "correction")
-        if name not in names:
+        if name not in (*self.moments, "correction"):
             return None
 
         def read(packed: Packed) -> PyTree:
             leaf = Packing.read(packed, self.moments, self.format).view(packed)
-            return (*leaf.moments, leaf.correction)[names.index(name)]
+            found = dict(zip(self.moments, leaf.moments, strict=False))
+            return (found | {"correction": leaf.correction}).get(name)
 
         for _ in shape_of(self.count):  # states that `vmap` made have axes before
             read = jax.vmap(read)
@@ -196,7 +195,9 @@ def _name_of(state: FlashState) -> str | None:
     return next(iter(state.layout), None) if isinstance(state.layout, dict) else None
 
 
-def check_state(state: object, rule: Rule, compression: Compression) -> None:
+def check_state(
+    state: object, kind: str, moments: tuple[str, ...], compression: Compression
+) -> None:
     """Raises if a state is none, or that of another optimizer."""
     if not isinstance(state, FlashState):
         raise TypeError(
@@ -204,9 +205,9 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
             f"its last step; got {type(state).__name__}. In a larger optax state it is "
             "one of the members."
         )
-    kind, *_ = (_name_of(state) or rule.kind).split("-")
-    made = kind, state.format, " and ".join(state.moments) or "no moments"
-    needed = rule.kind, compression.format, " and ".join(rule.moments) or "no moments"
+    found, *_ = (_name_of(state) or kind).split("-")
+    made = found, state.format, " and ".join(state.moments) or "no moments"
+    needed = kind, compression.format, " and ".join(moments) or "no moments"
     if made != needed:
         text = "of the kind {!r}, in the format {!r}, with {}"
         raise ValueError(
@@ -216,9 +217,10 @@ def check_state(state: object, rule: Rule, compression: Compression) -> None:
         )
 
 
-def check_packed(leaf: Leaf) -> int:
+def check_packed(leaf: Leaf, moments: tuple[str, ...]) -> int:
     """Returns the group size of a parameter, 0 without groups; raises if its state does not fit."""
     name, (param, packed), packing = leaf
+    packing = dataclasses.replace(packing, moments=moments)
     dtype, shape = dtype_of(param), shape_of(param)
     if packing.correction is not None and dtype not in PARAM_DTYPES[1:]:
         raise ValueError(
@@ -335,7 +337,7 @@ def _found(params: PyTree, state: PyTree) -> tuple[FlatParams, FlashState, list[
     leaves = leaves_of(flat, found[0])
     for leaf in leaves:
         if leaf.packing.correction is not None:
-            check_packed(leaf)
+            check_packed(leaf, leaf.packing.moments)
     return flat, found[0], leaves
 
 

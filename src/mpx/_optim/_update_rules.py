@@ -6,10 +6,12 @@ the work per element is small. Rules run in plain JAX and in kernels.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mpx._quant._codecs import Block
@@ -137,4 +139,86 @@ class Sgd:
         return weight - rate * step
 
 
-Rule = Adam | Lion | Sgd
+class NewtonSchulz(NamedTuple):
+    """How matrices are orthogonalised: x ← ax + (bA + cA²)x with A = xxᵀ, once for each (a, b, c).
+
+    `dtype` is that of the matmuls, `eps` is added to the norm that the matrix is divided by
+    before.
+    """
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    dtype: np.dtype
+    eps: float
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of matrices between the matmuls."""
+        return np.dtype(jnp.bfloat16) if self.dtype.itemsize < 4 else self.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon:
+    """Muon: μ ← βμ + (1-β)g, then w ← (1-ηλ)w - ηs · orthogonalised(μ), for each matrix.
+
+    With Nesterov's momentum it is βμ/(1-βᵗ⁺¹) + (1-β)g/(1-βᵗ) that is orthogonalised. The
+    axes of a parameter that are neither `inputs` nor `outputs` count matrices; s is `scale`.
+    """
+
+    kind: ClassVar[str] = "muon"
+    nesterov: bool
+    newton_schulz: NewtonSchulz
+    consistent_rms: float | None = None
+    inputs: tuple[int, ...] = (0,)
+    outputs: tuple[int, ...] = (1,)
+    moments: tuple[str, ...] = ("mu",)
+    hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "beta")
+
+    def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
+        beta, rate = hyper["beta"], hyper["learning_rate"]
+        ahead, now = jnp.ones(()), jnp.zeros(())
+        if self.nesterov:
+            ahead, now = beta / _bias(beta, step + 1), (1 - beta) / _bias(beta, step)
+        return (beta, 1 - beta, ahead, now, rate, _decay(hyper))
+
+    def average(self, given: Given, moments: Moments) -> Moments:
+        (beta, keep, *_), grad, _, _ = given
+        (mu,) = moments
+        return (beta * mu + keep * grad,)
+
+    def direction(self, coefficients: Scalars, grad: Array, mu: Array) -> Array:
+        """Returns what is orthogonalised, given the momentum before the step."""
+        beta, keep, ahead, now, *_ = coefficients
+        return ahead * (beta * mu + keep * grad) + now * grad
+
+    def move(self, given: Given, old: Moments, new: Moments) -> Array:
+        # The gradient is the orthogonalised direction here.
+        (*_, rate, decay), towards, weight, _ = given
+        return weight * decay - rate * towards
+
+    def scale(self, shape: tuple[int, ...]) -> float:
+        """Returns the factor of the step of a parameter of this shape."""
+        sizes = [math.prod(shape[i] for i in x) for x in (self.inputs, self.outputs)]
+        if self.consistent_rms is not None:
+            return math.sqrt(max(sizes)) * self.consistent_rms
+        return math.sqrt(max(1, sizes[1] / max(sizes[0], 1)))
+
+    def as_stack(self, x: Array) -> Array:
+        """Returns a parameter as matrices: (count, inputs, outputs)."""
+        order, sizes = self._order(x.shape)
+        return x.transpose(order).reshape(sizes)
+
+    def from_stack(self, stack: Array, shape: tuple[int, ...]) -> Array:
+        """Returns the parameter that `as_stack` made matrices of."""
+        order, _ = self._order(shape)
+        parts = stack.reshape([shape[axis] for axis in order])
+        return parts.transpose(np.argsort(order))
+
+    def _order(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        ends = self.inputs, self.outputs
+        counted = [i for i in range(len(shape)) if not any(i in x for x in ends)]
+        groups = [counted, *ends]
+        sizes = [math.prod(shape[axis] for axis in axes) for axes in groups]
+        return [axis for axes in groups for axis in axes], sizes
+
+
+Rule = Adam | Lion | Sgd | Muon

@@ -26,9 +26,10 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
     """Returns the f32 weights and the optimizer state of a plain f32 run.
 
     The weights are the master weights. The state of a compressed optimizer becomes what
-    optax keeps for the same rule: `ScaleByAdamState`, `ScaleByLionState`, or `TraceState`
-    and `ScaleByScheduleState` for gradient descent. `master_weights` is taken off the
-    optimizer that it wraps. Everything else comes back as it is.
+    optax keeps for the same rule: `ScaleByAdamState` (for Muon with `nu` of what AdamW
+    steps), `ScaleByLionState`, or `TraceState` and `ScaleByScheduleState` for gradient
+    descent. `master_weights` is taken off the optimizer that it wraps. Everything else
+    comes back as it is.
 
     Args:
         params: The parameters, or a whole model.
@@ -181,13 +182,18 @@ def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     trees, count = _moments_of(source, state)
     trees = [without_variables(tree) for tree in trees]
     is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
-    params = jax.tree.map(lambda _: 0, state.packed, is_leaf=is_packed)
+
+    def packing(packed: Packed) -> Packing:
+        return Packing.read(packed, state.moments, state.format)
+
     for kind, tree in zip(state.moments, trees, strict=True):
+        has = lambda x, kind=kind: 0 if kind in packing(x).moments else None  # noqa: E731
+        params = jax.tree.map(has, state.packed, is_leaf=is_packed)
         check_same_structure(params, tree, f"`{kind}` beside the parameters of `like`")
 
     def pack(name: str, packed: Packed, *moments: PyTree) -> Packed:
-        old, new = Packing.read(packed, state.moments, state.format).view(packed), []
-        for kind, x, stored in zip(state.moments, moments, old.moments, strict=True):
+        old, new = packing(packed).view(packed), []
+        for kind, x, stored in zip(state.moments, moments, old.moments, strict=False):
             quantized = isinstance(stored, Quantized)
             like = stored.codes if quantized else stored
             check_shape(f"`{kind}` of `{name}`", x, like)

@@ -14,7 +14,8 @@ from mpx._amp._transform import amp
 from mpx._jax._compat import assumed_gpu
 from mpx._jax._devices import cuda_capability
 from mpx._jax._private import assumed_cudnn
-from mpx._optim._optimizers import FlashOptimizer, flash_adamw
+from mpx._optim._engine import FlashOptimizer
+from mpx._optim._optimizers import flash_adamw
 from mpx._optim._state import FlashState
 from mpx._program._queries import MATMULS, holds
 from mpx.inspect._buffers import by_dtype, nbytes, peak

@@ -1,0 +1,365 @@
+"""The compressed optimizers: interface and engine."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
+
+from mpx._casting._select import Selectors
+from mpx._jax._compat import undifferentiable
+from mpx._jax._tree import as_flag, dtype_of
+from mpx._kernels import _dispatch as _kernels
+from mpx._optim._muon import Matrices, muon_rules, run
+from mpx._optim._options import (
+    F32,
+    PARAM_DTYPES,
+    Compression,
+    FlatParams,
+    Hyper,
+    Mask,
+    ParamGroup,
+    as_scalar,
+    cast_params,
+    check_groups_match,
+    check_has_params,
+    decays,
+    flatten_params,
+    group_of,
+    is_trainable,
+)
+from mpx._optim._packing import LeafStep, PackedLeaf, first_state
+from mpx._optim._state import (
+    FlashState,
+    Stepped,
+    check_packed,
+    check_state,
+    leaves_of,
+    make_state,
+    put_masters,
+    register_with_flax,
+    with_leaves,
+)
+from mpx._optim._update_rules import Muon, Rule
+from mpx._quant._codecs import dither_of
+from mpx._updates._update import check_grad, transforms_after
+
+_DEFAULT = Compression()
+
+
+class FlashOptimizer(optax.GradientTransformationExtraArgs):
+    """A compressed optimizer: an optax transformation with a faster way to step.
+
+    Start with `init_from`, which takes the f32 weights. `step` updates parameters and state
+    in one pass over memory, in place if they are donated.
+
+    Attributes:
+        init: Makes the state of parameters as they are: `init(params)`. For masters of
+            16-bit parameters see `Compression.jitter`. Given `ShapeDtypeStruct`s, every
+            leaf of the state is one, sharded like the parameters.
+        update: The optax interface: `update(grads, state, params, *, finite, grad_scale)`.
+            Its f32 updates must reach `optax.apply_updates` or `mpx.optimizer_update`,
+            which keep the dtypes of parameters, unchanged: the state holds the remainder of
+            rounding the new parameters. In a chain it is the last member.
+    """
+
+    def init_from(
+        self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()
+    ) -> Stepped:
+        """Makes 16-bit parameters and their state from f32 weights.
+
+        The masters hold the f32 weights, to the precision of their format.
+
+        Args:
+            params: The f32 weights, or a whole model: arrays or `ShapeDtypeStruct`s.
+                Running statistics stay f32: `eqx.nn.State`, `batch_stats` of Flax Linen
+                and NNX variables other than `nnx.Param`. Parameters that have 16 bits
+                already start as with `init`. Frozen ones are rounded.
+            dtype: The dtype of the parameters: bf16, f16, or f32 to leave them as they are.
+            keep: Parameters that stay as they are: a selector as in `ParamGroup`.
+
+        Returns:
+            The parameters and their state, with the shardings of the weights.
+
+        Raises:
+            ValueError: If `dtype` is not a floating dtype of at least 16 bits, or if
+                `keep` selects nothing.
+
+        Examples:
+            >>> from mpx.optim import flash_adamw, master_params
+            >>> params, state = flash_adamw(1e-3).init_from({"w": jnp.full((64, 64), 0.1)})
+            >>> params["w"].dtype, float(params["w"][0, 0])
+            (dtype(bfloat16), 0.10009765625)
+            >>> abs(float(master_params(params, state)["w"][0, 0]) - 0.1) < 1e-6
+            True
+        """
+        low = cast_params(params, dtype, keep)
+        flat, state = flatten_params(low), core_of(self).init(low)
+        # Those that had 16 bits before keep the masters that `init` gave them.
+        weights = [
+            None if dtype_of(old) == dtype_of(new) else old
+            for old, new in zip(flat.like(params, "`params`"), flat.leaves, strict=True)
+        ]
+        return put_masters(flat, state, weights)
+
+    def step(
+        self,
+        params: PyTree,
+        state: FlashState,
+        grads: PyTree,
+        *,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
+    ) -> Stepped:
+        """Takes one step.
+
+        Args:
+            params: The parameters, or a whole model, of which other leaves do not change.
+            state: The state, from `init(params)` or the last step.
+            grads: The gradients, `None` where a parameter must not change.
+            finite: A boolean scalar. If it is false, nothing changes, not even the step
+                count. `None` means true.
+            grad_scale: The factor of the gradients, a scalar: one over the loss scale,
+                times the factor of a gradient clip.
+
+        Raises:
+            ValueError: If gradients or state do not fit the parameters.
+        """
+        return core_of(self).step(params, state, grads, finite, grad_scale)
+
+
+# --- the engine -----------------------------------------------------------------------
+
+
+class Method(NamedTuple):
+    """A rule and its hyperparameters."""
+
+    rule: Rule
+    hyper: Mapping[str, Hyper]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Core:
+    """A rule, its hyperparameters, and the other options of a `FlashOptimizer`.
+
+    Attributes:
+        matrices: For Muon: which axes of each parameter are those of a matrix.
+        others: For Muon: how parameters that are no matrices step.
+    """
+
+    rule: Rule
+    hyper: Mapping[str, Hyper]
+    mask: Mask
+    groups: tuple[ParamGroup, ...]
+    compression: Compression
+    backend: _kernels.Backend
+    matrices: Matrices = None
+    others: Method | None = None
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The moments of the parameters that have most of them."""
+        cores = [core_of(x.optimizer) for x in self.groups if x.optimizer is not None]
+        rules = [self.rule, *(self.others or ())[:1], *(core.rule for core in cores)]
+        return max((rule.moments for rule in rules), key=len)
+
+    def methods(self, flat: FlatParams) -> list[Method]:
+        """Returns how each parameter steps."""
+        own = Method(self.rule, self.hyper)
+        found = [own] * len(flat.leaves)
+        if isinstance(self.rule, Muon):
+            rules = muon_rules(self.rule, self.matrices, flat)
+            others = self.others or own
+            found = [others if x is None else own._replace(rule=x) for x in rules]
+        for index, pair in enumerate(zip(flat.names, flat.leaves, strict=True)):
+            group = group_of(self.groups, *pair)
+            if group is not None and group.optimizer is not None:
+                core = core_of(group.optimizer)
+                found[index] = Method(core.rule, core.hyper)
+        return found
+
+    def init(self, params: PyTree) -> FlashState:
+        register_with_flax()
+        flat = flatten_params(params)
+        check_has_params(flat)
+        check_groups_match(self.groups, flat)
+        leaves, methods = [], self.methods(flat)
+        for name, param, (rule, _) in zip(
+            flat.names, flat.leaves, methods, strict=True
+        ):
+            _, stored = self.options(name, param)
+            packed = stored and first_state(name, param, rule.moments, stored)
+            leaves.append(PackedLeaf(param, packed))
+        format, kind = self.compression.format, self.rule.kind
+        return make_state(kind, format, self.moments, leaves, flat.bare)
+
+    def options(
+        self, name: str, param: PyTree
+    ) -> tuple[ParamGroup | None, Compression | None]:
+        """Returns the group of a leaf, and its storage: `None` if it does not train."""
+        group = group_of(self.groups, name, param)
+        if (group is not None and group.frozen) or not is_trainable(name, param):
+            return group, None
+        return group, (group and group.compression) or self.compression
+
+    def update(
+        self,
+        updates: PyTree,
+        state: FlashState,
+        params: PyTree = None,
+        *,
+        finite: ArrayLike | None = None,
+        grad_scale: ArrayLike = 1.0,
+        **_: object,
+    ) -> tuple[PyTree, FlashState]:
+        if params is None:
+            raise ValueError(
+                "A compressed optimizer needs the parameters: call "
+                "`update(grads, state, params)`."
+            )
+        flat = flatten_params(params)
+        is_rounded = any(dtype_of(x) in PARAM_DTYPES[1:] for x in flat.leaves)
+        if is_rounded and (later := transforms_after()):
+            raise ValueError(
+                "A compressed optimizer must be the last of a chain, but after it come "
+                f"{', '.join(later)}. Its state holds the remainder of rounding the new "
+                "16-bit parameters; with other updates they would become different ones, "
+                "and may not move at all. Put what changes gradients before it, and the "
+                "factor of a learning rate or schedule into `learning_rate`."
+            )
+        new, state = self.step(params, state, updates, finite, grad_scale)
+        grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
+        deltas = [
+            None if grad is None else _difference(*pair)
+            for grad, *pair in zip(grads, after, flat.leaves, strict=True)
+        ]
+        return flat.treedef.unflatten(deltas), state
+
+    def step(
+        self,
+        params: PyTree,
+        state: FlashState,
+        grads: PyTree,
+        finite: ArrayLike | None,
+        grad_scale: ArrayLike,
+    ) -> Stepped:
+        flat = flatten_params(params)
+        flag = None if finite is None else as_flag(finite, "finite")
+        step = Step(self, flat, state, grad_scale)
+        jobs: dict[int, _kernels.Job] = {}
+        for index, grad in enumerate(flat.like(grads, "The gradients")):
+            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
+            if has_grad and (job := step.job(index)) is not None:
+                check_grad(job.name, job.leaf.param, grad)
+                jobs[index] = job._replace(grad=jnp.asarray(grad))
+        if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
+            raise ValueError(
+                "None of the parameters has a gradient, so the step would move nothing, "
+                "but count. Pass the gradients as a tree like the parameters, with None "
+                "only where a parameter must not change."
+            )
+        done = run(_guarded(jobs), finite=flag, backend=self.backend)
+        return step.result(dict(zip(jobs, done, strict=True)), flag)
+
+
+class Step:
+    """One step of all parameters: what their steps share."""
+
+    def __init__(
+        self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
+    ) -> None:
+        check_has_params(flat)
+        check_state(state, core.rule.kind, core.moments, core.compression)
+        self._core, self._flat, self._state = core, flat, state
+        self._scale = as_scalar("grad_scale", grad_scale)
+        self._leaves = leaves_of(flat, state)
+        self._decays, self._methods = decays(core.mask, flat), core.methods(flat)
+        self._known: dict[tuple[int, str, bool], Array] = {}
+
+    def scalars(self, method: Method, group: ParamGroup | None, decays: bool) -> Array:
+        """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
+        rule, count = method.rule, self._state.count
+        key = (id(group), rule.kind, decays)
+        if key not in self._known:
+            hyper = {**method.hyper, **(group.hyper if group else {})}
+            if not decays:
+                hyper["weight_decay"] = 0.0
+            given = ((name, hyper[name]) for name in rule.hyper)
+            values = {k: as_scalar(k, x(count) if callable(x) else x) for k, x in given}
+            # As in the state: the largest int32 plus one would be negative.
+            step = jnp.asarray(optax.safe_increment(count))
+            numbers = rule.coefficients(values, step.astype(jnp.float32))
+            self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
+        return self._known[key]
+
+    def job(self, index: int) -> _kernels.Job | None:
+        """Returns the step of one leaf without its gradient; `None` if it does not train."""
+        name, stored, packing = leaf = self._leaves[index]
+        param = stored.param
+        group, compression = self._core.options(name, param)
+        if compression is None:
+            return None
+        method = self._methods[index]
+        group_size = check_packed(leaf, method.rule.moments)
+        if packing.correction is None and compression.correction_dtype(param):
+            raise ValueError(
+                f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
+                f"it, while the optimizer has `master_bits={compression.master_bits}`: "
+                "small updates would be lost. Call init after casting the model, or use "
+                "`Compression(master_bits=None)`."
+            )
+        # FlashOptim rounds to nearest.
+        dithers = self._state.format == "mpx" and compression.rounding == "dithered"
+        body = LeafStep(method.rule, packing, group_size, dithers)
+        scalars = self.scalars(method, group, self._decays[index])
+        return _kernels.Job(name, body, scalars, None, stored)
+
+    def result(
+        self, stepped: Mapping[int, PackedLeaf], finite: Array | None
+    ) -> Stepped:
+        """Returns parameters and state, given the leaves that have stepped, by index."""
+        old = self._state
+        count = jnp.asarray(optax.safe_increment(old.count))
+        count = count if finite is None else jnp.where(finite, count, old.count)
+        new = (stepped.get(i, leaf.stored) for i, leaf in enumerate(self._leaves))
+        return with_leaves(self._flat, dataclasses.replace(old, count=count), new)
+
+
+_constant = undifferentiable(
+    "The step of a compressed optimizer has no derivative: its state is stored in "
+    "integers. If the step is a constant here, pass parameters, state and gradients "
+    "through `lax.stop_gradient`. With f32 parameters and `Compression(quantize=False)` "
+    "a step can be differentiated."
+)
+
+
+def _guarded(jobs: Mapping[int, _kernels.Job]) -> list[_kernels.Job]:
+    """Returns steps that raise if they are differentiated, unless all is in f32."""
+    coded = {
+        index: {"scalars": job.scalars, "grad": job.grad, "leaf": job.leaf}
+        for index, job in jobs.items()
+        if any(x.dtype != F32 for x in jax.tree.leaves(job.leaf))
+    }
+    safe = _constant(coded)
+    return [job._replace(**safe.get(index, {})) for index, job in jobs.items()]
+
+
+def _difference(new: PyTree, old: PyTree) -> Array:
+    """Returns what, added to the parameter in f32 and rounded, gives the new one.
+
+    For 16 bits it is exact unless the new one is smaller by a factor of 2¹⁶ or more.
+    """
+    if dtype_of(old) in PARAM_DTYPES:
+        new, old = (jnp.asarray(x).astype(jnp.float32) for x in (new, old))
+        return jnp.where(new == old, 0.0, new - old)  # inf - inf is nan
+    return jnp.zeros_like(old)
+
+
+def core_of(optimizer: optax.GradientTransformation) -> Core:
+    init: Any = optimizer.init  # a method of the core, which optax's tuple cannot hold
+    return init.__self__
