@@ -270,6 +270,7 @@ STEPS = {
     "skip_nonfinite": updated(lambda: mpx.optim.skip_nonfinite(optax.adam(1e-3))),
     "flash_adamw": updated(lambda: mpx.optim.flash_adamw(1e-3)),
     "flash_lion": updated(lambda: mpx.optim.flash_lion(1e-3)),
+    "flash_muon": updated(lambda: mpx.optim.flash_muon(1e-3)),
     "flash_sgd": updated(lambda: mpx.optim.flash_sgd(1e-3, momentum=0.9)),
     "release": released(one_layer),
     "release of amp": released(bf16(widened)),

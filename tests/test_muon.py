@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import h200
 import mpx
+import mpx.compat.flashoptim
 from kernel_cases import (
     ODD,
     assert_kernel_equals_plain,
@@ -532,6 +533,12 @@ def test_wrong_options_are_refused(name):
         make()
 
 
+def test_what_is_no_axes_is_refused():
+    params = {"w": jnp.ones((4, 4))}
+    with pytest.raises(TypeError, match=r"`w` has 'wide'"):
+        flash_muon(0.1, matrices={"w": "wide"}).init(params)
+
+
 def test_an_optax_optimizer_is_no_optimizer_of_a_group():
     with pytest.raises(TypeError, match="must be a compressed one"):
         flash_muon(0.1, groups=[ParamGroup("w", optimizer=optax.adam(1e-3))])
@@ -543,3 +550,10 @@ def test_a_state_of_other_groups_is_refused():
     state = flash_muon(0.1, groups=groups).init(params)
     with pytest.raises(ValueError, match="The state of `embed` must be"):
         flash_muon(0.1).step(params, state, params)
+
+
+def test_flashoptim_has_no_state_of_muon():
+    params = draw({"w": (64, 64), "bias": (64,)}, dtype=BF16)
+    optimizer = flash_muon(0.1, compression=Compression(format="flashoptim"))
+    with pytest.raises(ValueError, match="moments of several kinds"):
+        mpx.compat.flashoptim.from_mpx(params, optimizer.init(params))

@@ -12,9 +12,15 @@ from jax import Array
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import one_device_each, one_stack, sharded_as
-from mpx._jax._tree import dtype_of, is_none, shape_of
+from mpx._jax._tree import dtype_of, shape_of
 from mpx._kernels import _dispatch as _kernels
-from mpx._optim._options import F32, PARAM_DTYPES, FlatParams
+from mpx._optim._options import (
+    F32,
+    PARAM_DTYPES,
+    FlatParams,
+    for_each,
+    made_from,
+)
 from mpx._optim._packing import LeafStep, decode_moment
 from mpx._optim._update_rules import Muon, NewtonSchulz
 
@@ -28,28 +34,21 @@ def muon_rules(rule: Muon, matrices: Matrices, flat: FlatParams) -> list[Muon | 
 
     `matrices` may be the beginning of a tree. Without it, arrays of two axes are matrices.
     """
-    names, leaves = flat.names, flat.leaves
-    is_axes = lambda x: x is None or hasattr(x, "reduction_axis")  # noqa: E731
-    found: list[Any] = [((0,), (1,)) if len(shape_of(x)) == 2 else None for x in leaves]
+    found: list[Any] = [
+        ((0,), (1,)) if len(shape_of(x)) == 2 else None for x in flat.leaves
+    ]
     if matrices is not None:
-        params, found = flat.treedef.unflatten(leaves), []
-        tree = matrices(params) if callable(matrices) else matrices
-
-        def fill(axes: PyTree, part: PyTree) -> None:
-            found.extend([axes] * len(jax.tree.leaves(part, is_leaf=is_none)))
-
-        try:
-            jax.tree.map(fill, tree, params, is_leaf=is_axes)
-        except ValueError as error:
-            raise ValueError(
-                "`matrices` must have the structure of the parameters or be the beginning "
-                "of it, with an `optax.contrib.MuonDimensionNumbers` or None for each, but "
-                "some of its nodes are of another type or size."
-            ) from error
+        tree = made_from(matrices, flat, _is_axes)
+        found = for_each(tree, flat, "`matrices`", lambda x: x is None or _is_axes(x))
 
     def own(name: str, leaf: PyTree, axes: Any) -> Muon | None:
         if axes is None or dtype_of(leaf) not in PARAM_DTYPES:
             return None
+        if not isinstance(axes, tuple):
+            raise TypeError(
+                "`matrices` must have an `optax.contrib.MuonDimensionNumbers`, or None, for "
+                f"each parameter, but `{name}` has {axes!r}."
+            )
         rank = len(shape_of(leaf))
         sides = [(x,) if isinstance(x, int) else tuple(x) for x in axes]
         given = [axis for side in sides for axis in side]
@@ -63,7 +62,11 @@ def muon_rules(rule: Muon, matrices: Matrices, flat: FlatParams) -> list[Muon | 
             )
         return dataclasses.replace(rule, inputs=tuple(inputs), outputs=tuple(outputs))
 
-    return list(map(own, names, leaves, found))
+    return list(map(own, flat.names, flat.leaves, found))
+
+
+def _is_axes(x: object) -> bool:
+    return hasattr(x, "reduction_axis")
 
 
 def run(

@@ -144,11 +144,7 @@ def decays(mask: Mask, flat: FlatParams) -> list[bool]:
     """
     if mask is None:
         return [True] * len(flat.leaves)
-    params = flat.treedef.unflatten(flat.leaves)
-    leaves = jax.tree.leaves(mask)
-    # A module of booleans may be callable.
-    if callable(mask) and not (leaves and all(map(_is_flag, leaves))):
-        mask = mask(params)
+    mask = made_from(mask, flat, _is_flag)
     wrong = [
         f"`{name}`: {dtype_of(leaf) or type(leaf).__name__}"
         for name, leaf in named_leaves(mask)
@@ -160,16 +156,38 @@ def decays(mask: Mask, flat: FlatParams) -> list[bool]:
             f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use shapes, "
             "dtypes or paths, which are known when the step is traced."
         )
-    full: list[bool] = []
+    return [bool(flag) for flag in for_each(mask, flat, "`mask`")]
 
-    def fill(keep: PyTree, part: PyTree) -> None:
-        full.extend([bool(keep)] * len(jax.tree.leaves(part, is_leaf=is_none)))
+
+def made_from(
+    tree: PyTree, flat: FlatParams, is_leaf: Callable[[object], bool]
+) -> PyTree:
+    """Returns a tree, or what a function makes of the parameters."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_leaf)
+    # A module that holds such leaves may be callable.
+    if callable(tree) and not (leaves and all(map(is_leaf, leaves))):
+        return tree(flat.treedef.unflatten(flat.leaves))
+    return tree
+
+
+def for_each(
+    tree: PyTree,
+    flat: FlatParams,
+    what: str,
+    is_leaf: Callable[[object], bool] = is_none,
+) -> list[PyTree]:
+    """Returns the leaf of each parameter in a tree like theirs, or the beginning of one."""
+    full: list[PyTree] = []
+
+    def fill(leaf: PyTree, part: PyTree) -> None:
+        full.extend([leaf] * len(jax.tree.leaves(part, is_leaf=is_none)))
 
     try:
-        jax.tree.map(fill, mask, params, is_leaf=is_none)
+        params = flat.treedef.unflatten(flat.leaves)
+        jax.tree.map(fill, tree, params, is_leaf=is_leaf)
     except ValueError as error:
         raise ValueError(
-            "`mask` must have the structure of the parameters or be the beginning of it, "
+            f"{what} must have the structure of the parameters or be the beginning of it, "
             "but some of its nodes are of another type or size."
         ) from error
     return full

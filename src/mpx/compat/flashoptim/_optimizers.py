@@ -14,7 +14,7 @@ from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import dtype_of, is_floating, map_with_name, named_leaves
 from mpx._optim import _optimizers as _flash
 from mpx._optim._options import PARAM_DTYPES, Compression, ParamGroup, group_of
-from mpx._optim._packing import PackedLeaf, Unpacked, decode_moment
+from mpx._optim._packing import Packed, PackedLeaf, Packing, Unpacked, decode_moment
 from mpx._optim._state import FlashState, Stepped, make_state
 from mpx._quant._codecs import Quantized
 from mpx.compat.flashoptim import quantization
@@ -401,6 +401,14 @@ def from_mpx(
             '`Compression(format="flashoptim")`. Convert it with `mpx.checkpoint.to_f32` '
             "and `from_f32`."
         )
+    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+    for packed in jax.tree.leaves(state.packed, is_leaf=is_packed):
+        packing = Packing.read(packed, state.moments, state.format)
+        if packing.moments != state.moments:
+            raise ValueError(
+                "Parameters with moments of several kinds, as `flash_muon` and groups with "
+                "an `optimizer` have them, have no state in flashoptim-jax."
+            )
     default = FlashAdamState if "nu" in state.moments else FlashLionState
     cls: PyTree = state_type or default
 
