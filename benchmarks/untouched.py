@@ -36,6 +36,8 @@ CLONES = {
     "nanodo": ("google-deepmind/nanodo", "10aefde"),
     "bonsai": ("jax-ml/bonsai", "3628425"),
     "big_vision": ("google-research/big_vision", "0127fb6"),
+    "vmoe": ("google-research/vmoe", "942a78b"),
+    "vision_transformer": ("google-research/vision_transformer", "c6de1e5"),
 }
 MODES = ("f32", "own", "amp", "fp8", "flash", "all", "release")
 RATE = 3e-4
@@ -211,6 +213,46 @@ def big_vision_vit(variant, count, size):
     )
 
 
+def vmoe(width, layers, heads, experts, count, size, patch=16):
+    """V-MoE: a ViT in Flax Linen whose every second MLP is one of experts, two a token."""
+    model = importlib.import_module("vmoe.nn.vit_moe")
+    # As its configurations have it, with the noise of the router.
+    loads = {"importance_loss_weight": 0.005, "load_loss_weight": 0.005}
+    router = {"num_selected_experts": 2, "noise_std": 1 / experts, **loads}
+    router["dispatcher"] = {
+        "name": "einsum", "capacity_factor": 1.05, "batch_priority": False,
+    }  # fmt: skip
+    experts = {
+        "layers": range(1, layers, 2), "num_experts": experts, "split_rngs": True,
+        "group_size": 4 * (size // patch) ** 2, "router": router,
+    }  # fmt: skip
+
+    def make(dtype):
+        encoder = {"num_layers": layers, "mlp_dim": 4 * width, "num_heads": heads}
+        encoder |= {"moe": {**experts, "dtype": dtype}, "dtype": dtype}
+        return model.VisionTransformerMoe(
+            100, (patch, patch), width, encoder, "gap", head_kernel_zero_init=False
+        )
+
+    def loss(module, params, batch):
+        noise = {"gating": jax.random.key(0)}
+        logits, metrics = module.apply(params, batch[0], rngs=noise)
+        logits = logits.astype(jnp.float32)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+        return each.mean() + metrics["auxiliary_loss"].mean()
+
+    f32, bf16 = make(None), make(jnp.bfloat16)
+    return Task(
+        lambda key: f32.init(
+            {"params": key, "gating": key}, jnp.zeros((4, size, size, 3))
+        ),
+        functools.partial(loss, f32),
+        functools.partial(image_batches, count, size, 3, 100),
+        count,
+        functools.partial(loss, bf16),
+    )
+
+
 MODELS = {
     "nanodo-43m": lambda: nanodo(768, 6, 12, 32, 512),
     "nanodo-405m": lambda: nanodo(1024, 32, 16, 8, 1024),
@@ -218,6 +260,7 @@ MODELS = {
     "bonsai-qwen3": lambda: qwen3(12, 1024, 8, 1024),
     "bonsai-convnext": lambda: convnext("convnext_tiny_224", 128),
     "bonsai-unet": lambda: unet(16, 256),
+    "vmoe-b": lambda: vmoe(768, 12, 12, 8, 64, 224),
 }
 DEFAULT = ",".join(MODELS)
 MODELS |= {
@@ -225,6 +268,7 @@ MODELS |= {
     "bonsai-qwen3-tiny": lambda: qwen3(2, 128, 2, 32),
     "bonsai-unet-tiny": lambda: unet(2, 32, (8, 16, 32, 64, 128)),
     "big_vision-vit-tiny": lambda: big_vision_vit("mu/16", 4, 32),
+    "vmoe-tiny": lambda: vmoe(64, 4, 2, 4, 8, 32, patch=8),
 }
 
 
