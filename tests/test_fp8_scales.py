@@ -24,7 +24,7 @@ from mpx._fp8._operands import (
     quantize,
 )
 from mpx._jax._formats import FORMATS
-from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
+from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, Int8, StaticScaling
 
 FORMS = list(DTYPES)
 HALF_ULP = {form: 2.0 ** -(FORMATS[form].mantissa + 1) for form in FORMS}
@@ -184,6 +184,10 @@ REFUSED = {
         lambda: DelayedScaling(margin=99),
         "`margin` must be a number of powers of two",
     ),
+    "rounding": (
+        lambda: Int8(rounding="up"),
+        "`rounding` must be one of 'stochastic', 'nearest'",
+    ),
     "max 0": (lambda: static(activation_max=0.0), "`activation_max` must be positive"),
     "max inf": (lambda: static(weight_max=np.inf), "`weight_max` must be positive"),
     "max nan": (
@@ -206,6 +210,7 @@ MISTYPED = {
     ),
     "margin 0.5": (lambda: DelayedScaling(margin=0.5), "`margin` must be an integer"),
     "max text": (lambda: static(weight_max="1"), "`weight_max` must be a number"),
+    "backward": (lambda: Int8(backward=1), "`backward` must be True or False"),
     "emulate": (lambda: MXFP8(emulate="yes"), "`emulate` must be True or False"),
 }
 
@@ -252,6 +257,7 @@ RECIPES = {
     "row e5m2": CurrentScaling(granularity="row", grad="e5m2"),
     "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=8.0),
     "mx": MXFP8(emulate=True),
+    "int8": Int8(),
 }
 
 
@@ -281,7 +287,12 @@ def run(plan, a, b, g):
 def exact(a, b, g, dimensions, transform=lambda x: x):
     """Output and gradients in f64, of operands after a transformation."""
     wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (a, b, g)]
-    a, b, g = map(transform, wide)
+    return products([transform(x) for x in wide], dimensions)
+
+
+def products(arrays, dimensions):
+    """The same, of NumPy's arrays in f64."""
+    a, b, g = arrays
     contracted, batches = dimensions
     shapes, orders, flat = [], [], []
     for x, axes, batch in zip((a, b), contracted, batches, strict=True):
@@ -305,7 +316,7 @@ CASES = [(layout, name) for layout in ALL for name in ("current", "row")] + [
     (layout, name)
     for layout in ("w @ x (Equinox)", "heads, crossed", "two batch axes")
     for name in RECIPES
-    if name not in ("current", "row") and (layout in LAYOUTS or name != "mx")
+    if name not in ("current", "row", "int8") and (layout in LAYOUTS or name != "mx")
 ]
 
 
@@ -367,7 +378,7 @@ def test_products_are_those_of_the_rounded_tensors(name):
 
 @pytest.mark.some(5)
 @pytest.mark.parametrize("layout", ALL)
-@pytest.mark.parametrize("name", ["current", "row", "static"])
+@pytest.mark.parametrize("name", ["current", "row", "static", "int8"])
 def test_product_is_exact_for_numbers_of_the_formats(layout, name):
     a, b, g, dimensions, side = problem(layout)
     # 0 and ±1 are exact in both formats, and sums of fewer than 256 of them in bf16.
@@ -410,7 +421,7 @@ def test_f16_result_does_not_overflow_before_it_is_scaled():
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("name", ["current", "row", "static", "mx"])
+@pytest.mark.parametrize("name", ["current", "row", "static", "mx", "int8"])
 def test_inf_and_nan_reach_the_results(which, bad, name):
     tensors = [jnp.ones((32, 32), jnp.bfloat16) for _ in range(3)]
     tensors[which] = tensors[which].at[3, 5].set(bad)

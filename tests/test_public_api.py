@@ -122,6 +122,7 @@ PUBLIC = {
         "CurrentScaling",
         "DelayedScaling",
         "Fp8State",
+        "Int8",
         "MXFP8",
         "StaticScaling",
     ],

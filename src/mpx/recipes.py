@@ -4,4 +4,5 @@ from mpx._fp8 import MXFP8 as MXFP8
 from mpx._fp8 import CurrentScaling as CurrentScaling
 from mpx._fp8 import DelayedScaling as DelayedScaling
 from mpx._fp8 import Fp8State as Fp8State
+from mpx._fp8 import Int8 as Int8
 from mpx._fp8 import StaticScaling as StaticScaling

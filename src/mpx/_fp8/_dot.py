@@ -73,7 +73,15 @@ def _multiply(
         # The same numbers: products of 8-bit numbers are exact in f32.
         return dot(x, y, preferred_element_type=jnp.float32).astype(wide)
 
-    out = lax.platform_dependent(a.codes, b.codes, cuda=on_cuda, default=elsewhere)
+    kind = a.codes.dtype
+    if kind == jnp.int8:
+        # The sum is exact in s32. Its scales are no powers of two: they need f32.
+        out, wide = dot(a.codes, b.codes, preferred_element_type=jnp.int32), np.float32
+        out = out.astype(wide)
+    elif kind.itemsize > 1:
+        return dot(a.codes, b.codes, preferred_element_type=dtype)
+    else:
+        out = lax.platform_dependent(a.codes, b.codes, cuda=on_cuda, default=elsewhere)
     if a.scale.ndim == b.scale.ndim == 0:
         # One number, though it may underflow: XLA folds one into the matmul, and makes
         # of a second a pass over the result (seen in what it compiles for an H200).
@@ -328,5 +336,5 @@ def mx_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
         matrices.append(ordered.reshape(math.prod(shape), -1))
         shapes += shape
     x, w = matrices if spec.weight_side == 1 else reversed(matrices)
-    out: Array = _matmul(spec.recipe.grad, spec.dtype, x, w)
+    out: Array = _matmul(spec.recipe.form("grad"), spec.dtype, x, w)
     return (out if spec.weight_side == 1 else out.T).reshape(shapes)

@@ -1,14 +1,48 @@
-"""Recipes: the 8-bit formats of a matmul, and where its scales come from."""
+"""Recipes: the narrow formats of a matmul, and where its scales come from."""
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from mpx._jax._arguments import as_count, as_real, check_bool, check_choice, check_value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The base of all recipes: activations and parameters are e4m3.
+    """The base of all recipes.
+
+    Attributes:
+        kind: What reports call a matmul that runs by it.
+        since: The first compute capability that has units for it.
+        multiple: What the sizes of a matmul must be multiples of.
+        in_blocks: Whether numbers are scaled in blocks along the sum.
+    """
+
+    kind: ClassVar[str] = "fp8"
+    since: ClassVar[tuple[int, int]] = (8, 9)
+    multiple: ClassVar[int] = 16
+    in_blocks: ClassVar[bool] = False
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row of the left operand and column of the right one has a scale."""
+        return False
+
+    def form(self, role: str, *, backward: bool = False) -> str:
+        """Returns the format of the activation, the weight or the gradient.
+
+        It may differ in the products of the backward pass; "" is the compute dtype.
+        """
+        raise NotImplementedError
+
+    def is_dithered(self, role: str) -> bool:
+        """Returns whether a tensor is rounded stochastically."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8(Recipe):
+    """The base of the fp8 recipes: activations and parameters are e4m3.
 
     Attributes:
         grad: The format of the gradients that come back to a matmul's result.
@@ -19,13 +53,12 @@ class Recipe:
     def __post_init__(self) -> None:
         check_choice(self.grad, "grad", ("e4m3", "e5m2"))
 
-    def form(self, role: str) -> str:
-        """Returns the format of the activation, the weight or the gradient."""
+    def form(self, role: str, *, backward: bool = False) -> str:
         return self.grad if role == "grad" else "e4m3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentScaling(Recipe):
+class CurrentScaling(Float8):
     """Scales every tensor by its own largest magnitude, at each use. Keeps no state.
 
     A tensor x becomes `codes · scale` with `scale = 2**ceil(log2(max |x| / max))`, where
@@ -55,9 +88,13 @@ class CurrentScaling(Recipe):
             object.__setattr__(self, "grad", form)
         super().__post_init__()
 
+    @property
+    def by_row(self) -> bool:
+        return self.granularity == "row"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(Float8):
     """Scales every tensor by the largest magnitude of the last steps.
 
     Scales are known before a tensor is, so that no matmul waits for a reduction over
@@ -88,7 +125,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StaticScaling(Recipe):
+class StaticScaling(Float8):
     """Scales by fixed magnitudes, for models whose ranges are known.
 
     Attributes:
@@ -116,7 +153,7 @@ class StaticScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8(Recipe):
+class MXFP8(Float8):
     """Scales blocks of 32 numbers along the direction of the sum (the OCP MX format).
 
     Each block has a power-of-two scale in e8m0, rounded up so that nothing is clipped.
@@ -133,6 +170,9 @@ class MXFP8(Recipe):
         'e4m3'
     """
 
+    multiple: ClassVar[int] = 32
+    in_blocks: ClassVar[bool] = True
+
     grad: str = "e4m3"
     emulate: bool = False
 
@@ -141,7 +181,59 @@ class MXFP8(Recipe):
         check_bool(self.emulate, "`emulate`")
 
 
-_BY_NAME = {"current": CurrentScaling, "delayed": DelayedScaling, "mxfp8": MXFP8}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(Recipe):
+    """Multiplies 8-bit integers, for GPUs and TPUs without fp8 units.
+
+    A tensor x becomes `codes · scale` with integers from -127 to 127 and
+    `scale = max |x| / 127`, one per row of the left operand and per column of the right
+    one: nothing is clipped. Products are added exactly, in s32. To nearest, a number is
+    off by at most `scale / 2`; stochastically by less than `scale`, and not on average.
+
+    Attributes:
+        backward: Whether both products of the backward pass run in int8 as well. If not,
+            they run in the compute dtype, on the operands as they were.
+        rounding: How gradients are rounded: `"stochastic"` or `"nearest"`. The random
+            bits are a hash of each number and its index: the same step gives the same
+            gradients. Activations and parameters are rounded to nearest.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> layer = lambda w, x: x @ w
+        >>> w = jnp.full((16, 16), 1.0, jnp.bfloat16).at[0].set(0.25)
+        >>> low = mpx.fp8(layer, Int8(), min_gain=0)
+        >>> x = jnp.eye(16, dtype=jnp.bfloat16)
+        >>> float(low(w, x)[0, 0]), 32 / 127  # the nearest of 127 levels
+        (0.251953125, 0.25196850393700787)
+    """
+
+    kind: ClassVar[str] = "int8"
+    since: ClassVar[tuple[int, int]] = (7, 5)
+
+    backward: bool = True
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        check_bool(self.backward, "`backward`")
+        check_choice(self.rounding, "rounding", ("stochastic", "nearest"))
+
+    @property
+    def by_row(self) -> bool:
+        return True
+
+    def form(self, role: str, *, backward: bool = False) -> str:
+        return "" if backward and not self.backward else "int8"
+
+    def is_dithered(self, role: str) -> bool:
+        return role == "grad" and self.rounding == "stochastic"
+
+
+_BY_NAME: dict[str, type[Recipe]] = {
+    "current": CurrentScaling,
+    "delayed": DelayedScaling,
+    "mxfp8": MXFP8,
+    "int8": Int8,
+}
 
 
 def as_recipe(recipe: object) -> Recipe:

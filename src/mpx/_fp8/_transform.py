@@ -37,6 +37,7 @@ from mpx._fp8._recipes import (
     MXFP8,
     CurrentScaling,
     DelayedScaling,
+    Int8,
     Recipe,
     StaticScaling,
     as_recipe,
@@ -69,7 +70,8 @@ def fp8(
     recipe: CurrentScaling
     | StaticScaling
     | MXFP8
-    | Literal["current", "mxfp8"] = "current",
+    | Int8
+    | Literal["current", "mxfp8", "int8"] = "current",
     **options: Unpack[Fp8Keywords],
 ) -> "Fp8Function[P, R]": ...
 @overload
@@ -114,9 +116,9 @@ def fp8(
     Args:
         func: The function, usually a loss. As a decorator `fp8` takes the recipe in its
             place, `@fp8(DelayedScaling())`, or options alone.
-        recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`
-            or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
-            `"mxfp8"`.
+        recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`,
+            `MXFP8` or `Int8`; or the name of one with its defaults, `"current"`,
+            `"delayed"`, `"mxfp8"` or `"int8"`.
         params: The position or the name of the argument that holds the parameters, or
             several. Arrays inside `func` itself are parameters, too. By default these, the
             `nnx.Param`s of NNX modules, the first argument that is a container, or the
@@ -136,8 +138,8 @@ def fp8(
         NotImplementedError: For `MXFP8` on hardware without units for it.
 
     Warns:
-        RuntimeWarning: Under `jax.vmap`, on GPUs without fp8 units, and if all linear
-            layers were asked to run in f32.
+        RuntimeWarning: Under `jax.vmap`, on GPUs without units for the recipe, and if
+            all linear layers were asked to run in f32.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -204,7 +206,7 @@ class Fp8Function(Generic[P, R]):
             # A report needs no state, and is about hardware that may not be here.
             return call_through(self.visitor(), self.func, args, kwargs)
         check_supported(recipe)
-        _warn_of_hardware()
+        _warn_of_hardware(recipe)
         _warn_of_vmap((args, kwargs))
         if not isinstance(recipe, DelayedScaling):
             return self._run(None, self.func, args, kwargs)
@@ -337,14 +339,19 @@ def _first_float(out: PyTree) -> Array:
     )
 
 
-def _warn_of_hardware() -> None:
+def _warn_of_hardware(recipe: Recipe) -> None:
     found = gpu_capability()
-    if found is None or (isinstance(found, tuple) and found >= (8, 9)):
+    if found is None or (isinstance(found, tuple) and found >= recipe.since):
         return
     name = ".".join(map(str, found)) if isinstance(found, tuple) else found
+    effect = "`fp8` runs as bf16 there, without the rounding of fp8."
+    if isinstance(recipe, Int8):
+        effect = "`Int8` rounds there as elsewhere, but may be slower than bf16."
+    elif isinstance(found, tuple) and found >= Int8.since:
+        effect += ' `fp8(func, "int8")` uses its int8 units.'
     warn(
-        f"The default device (compute capability {name}) has no fp8 units that mpx knows "
-        "how to use: `fp8` runs as bf16 there, without the rounding of fp8."
+        f"The default device (compute capability {name}) has no {recipe.kind} units that "
+        f"mpx knows how to use: {effect}"
     )
 
 

@@ -36,7 +36,7 @@ from mpx._fp8._decide import (
 from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot, mx_dot
 from mpx._fp8._operands import MatmulSpec
-from mpx._fp8._recipes import MXFP8, DelayedScaling
+from mpx._fp8._recipes import DelayedScaling
 from mpx._jax._compat import (
     eval_equation,
     has_explicit_axes,
@@ -225,7 +225,7 @@ class Fp8(Transformation):
                 x if has_explicit_axes(x.mesh) else None for x in shardings
             ),
         )
-        if isinstance(self.chosen.recipe, MXFP8):
+        if self.chosen.recipe.in_blocks:
             return [mx_dot(spec, lhs, rhs)]
         seen, probe = self._next_scale(param)
         return [fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)]
@@ -268,6 +268,7 @@ class Fp8(Transformation):
             reason="",
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
+            format=self.chosen.recipe.kind,
         )
         read = set().union(*(fact.names for fact in weights)) & self.purposes.keys()
         purpose = self.purposes[min(read)] if read else ""

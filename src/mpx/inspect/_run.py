@@ -36,6 +36,7 @@ from mpx.inspect._equations import (
     Axes,
     Numbers,
     is_decision,
+    is_rounding,
     join,
     low_format,
     mapped_axes,
@@ -185,7 +186,8 @@ class Run:
             return getattr(self, f"_{name}")(eqn, operands, around)
         if name == "shard_map" and not around.axes:
             return self._shard_map(eqn, operands, around)
-        body = None if name in ("pallas_call", "shard_map") else called(eqn)
+        is_whole = name in ("pallas_call", "shard_map") or is_rounding(eqn)
+        body = None if is_whole else called(eqn)
         if body is not None:
             return self(body, operands, around)
         if not eqn.outvars:  # a print, say

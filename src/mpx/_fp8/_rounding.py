@@ -1,0 +1,50 @@
+"""Rounding to int8, to nearest or stochastically, and its scales.
+
+Functions under `fp8` have no random key. The random bits are a hash of each number and its
+index, so a step that is run again, or computed again under remat, rounds in the same way.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from mpx._quant._codecs import random_bits
+
+_LARGEST = {"int8": 127}
+_TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
+
+
+def integer_scale(amax: Array) -> Float32[Array, "..."]:
+    """Returns `amax / 127`, at least 2⁻¹²⁶.
+
+    An integer cannot be inf or nan, so the scale is nan where `amax` is one of them.
+    """
+    # XLA replaces a division by this product in some programs only: ties would differ.
+    scale = jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)
+    return jnp.where(amax < jnp.inf, scale, jnp.nan)
+
+
+def noise_of(x: Array) -> Float32[Array, "..."]:
+    """Returns a pseudo-random number between 0 and 1 for each element.
+
+    They are odd multiples of 2⁻¹⁷, which are exact when added to an integer below 128: an
+    integer stays that integer, and a fraction is off by at most 2⁻¹⁷ on average.
+    """
+    seed = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    high = (random_bits(x.shape, seed) >> np.uint32(16)).astype(jnp.int32)
+    return (high.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+
+
+# Not inlined: `mpx.inspect.explain` knows it by its name, and leaves it out in f32.
+@functools.partial(jax.jit, static_argnums=2)
+def mpx_round(x: Array, noise: Array | None, form: str) -> Array:
+    """Returns the codes of scaled numbers: the nearest ones, or by `noise` one beside."""
+    largest = np.float32(_LARGEST[form])
+    # A number times a rounded inverse may exceed the range by an ulp.
+    size = jnp.minimum(jnp.abs(x), largest)
+    size = jnp.round(size) if noise is None else jnp.floor(size + noise)
+    return jnp.where(x < 0, -size, size).astype(jnp.int8)
