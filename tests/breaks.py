@@ -749,8 +749,8 @@ BREAKS = [
     Break(
         "an overflow becomes an integer",
         "_fp8",
-        "jnp.where(amax < jnp.inf, scale, jnp.nan)",
-        "scale",
+        'return jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)',
+        "return jnp.nan_to_num(jnp.maximum(amax / 127, _TINY))",
         "fp8_int8",
         "inf_and_nan",
     ),

@@ -21,11 +21,10 @@ _TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
 def integer_scale(amax: Array) -> Float32[Array, "..."]:
     """Returns `amax / 127`, at least 2⁻¹²⁶.
 
-    An integer cannot be inf or nan, so the scale is nan where `amax` is one of them.
+    An integer cannot be inf or nan. Where a row holds one of them, its scale is one.
     """
     # XLA replaces a division by this product in some programs only: ties would differ.
-    scale = jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)
-    return jnp.where(amax < jnp.inf, scale, jnp.nan)
+    return jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)
 
 
 def noise_of(x: Array) -> Float32[Array, "..."]:

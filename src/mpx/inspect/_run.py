@@ -446,9 +446,9 @@ def _ends(x: np.ndarray) -> tuple[float, float]:
 
 def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
     """Returns what is known of a result; of a value without a local one, its range."""
-    if not is_float(own):
+    if not is_float(shadow):
         return Stats()
-    a = np.asarray(widened(own))
+    a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
     s = a if own is shadow else np.asarray(widened(shadow))
     stats = Stats(_classes(a), own=_ends(a), zeros=bool(np.any(a == 0)))
     stats.shadow_classes = stats.classes if s is a else _classes(s)
