@@ -762,6 +762,30 @@ BREAKS = [
         "fp8_int8",
         "kept_for_its_size",
     ),
+    Break(
+        "gradients in NVFP4 are clipped",
+        "_fp8",
+        "to_e4m3(scale, up=dithered)",
+        "to_e4m3(scale, up=False)",
+        "fp8_nvfp4",
+        "on_average",
+    ),
+    Break(
+        "only one operand of a weight's gradient is rotated",
+        "_fp8",
+        "turned = _summed_over_rows(recipe, grad)",
+        "turned = grad.T",
+        "fp8_nvfp4",
+        "products",
+    ),
+    Break(
+        "the weight of NVFP4 has blocks of one row",
+        "_fp8",
+        'recipe.weight_blocks == "2d"',
+        "False",
+        "fp8_nvfp4",
+        "same_weight",
+    ),
     # --- inspect -----------------------------------------------------------------------
     Break(
         "explain rounds to int8 in f32",

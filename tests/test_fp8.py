@@ -348,7 +348,7 @@ BAD_ARGUMENTS = {
     "recipe name": (
         {"recipe": "static"},
         ValueError,
-        "`recipe` must be one of current, delayed, mxfp8, int8, but 'static' was given",
+        "`recipe` must be one of current, delayed, mxfp8, int8, nvfp4, but 'static' was given",
     ),
     "min_gain x": (
         {"min_gain": "x"},
@@ -701,6 +701,7 @@ RECIPES = {
     "delayed": DelayedScaling(),
     "mx": mpx.recipes.MXFP8(emulate=True),
     "int8": mpx.recipes.Int8(),
+    "nvfp4": mpx.recipes.NVFP4(emulate=True),
 }
 SQUARE = ones_and_signs((32, 32), 3)
 
@@ -727,7 +728,8 @@ def penalty_of(name):
         return sum(jnp.sum(grad.astype(jnp.float32) ** 2) for grad in grads)
 
     # The premise. Emulated blocks are multiplied in bf16.
-    assert count_f8(penalty, W, SQUARE, SQUARE) == (0 if name == "mx" else 3)
+    is_emulated = name in ("mx", "nvfp4")
+    assert count_f8(penalty, W, SQUARE, SQUARE) == (0 if is_emulated else 3)
     return penalty
 
 

@@ -14,7 +14,8 @@ from jax import lax
 
 from models import normal
 from mpx._fp8 import _operands
-from mpx._fp8._dot import fp8_dot, from_blocks, mx_dot, to_blocks
+from mpx._fp8._blocks import block_dot, from_blocks, to_blocks
+from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import (
     DTYPES,
     MatmulSpec,
@@ -24,7 +25,14 @@ from mpx._fp8._operands import (
     quantize,
 )
 from mpx._jax._formats import FORMATS
-from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, Int8, StaticScaling
+from mpx.recipes import (
+    MXFP8,
+    NVFP4,
+    CurrentScaling,
+    DelayedScaling,
+    Int8,
+    StaticScaling,
+)
 
 FORMS = list(DTYPES)
 HALF_ULP = {form: 2.0 ** -(FORMATS[form].mantissa + 1) for form in FORMS}
@@ -188,6 +196,10 @@ REFUSED = {
         lambda: Int8(rounding="up"),
         "`rounding` must be one of 'stochastic', 'nearest'",
     ),
+    "weight_blocks": (
+        lambda: NVFP4(weight_blocks="3d"),
+        "`weight_blocks` must be one of '2d', '1d'",
+    ),
     "max 0": (lambda: static(activation_max=0.0), "`activation_max` must be positive"),
     "max inf": (lambda: static(weight_max=np.inf), "`weight_max` must be positive"),
     "max nan": (
@@ -211,6 +223,8 @@ MISTYPED = {
     "margin 0.5": (lambda: DelayedScaling(margin=0.5), "`margin` must be an integer"),
     "max text": (lambda: static(weight_max="1"), "`weight_max` must be a number"),
     "backward": (lambda: Int8(backward=1), "`backward` must be True or False"),
+    "hadamard": (lambda: NVFP4(hadamard=1), "`hadamard` must be True or False"),
+    "stochastic": (lambda: NVFP4(stochastic="no"), "`stochastic` must be True or"),
     "emulate": (lambda: MXFP8(emulate="yes"), "`emulate` must be True or False"),
 }
 
@@ -277,8 +291,8 @@ def plan_for(a, b, dimensions, side, recipe):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(plan, a, b, g):
-    if isinstance(plan.recipe, MXFP8):
-        out, back = jax.vjp(lambda a, b: mx_dot(plan, a, b), a, b)
+    if plan.recipe.in_blocks:
+        out, back = jax.vjp(lambda a, b: block_dot(plan, a, b), a, b)
     else:
         out, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
     return out, *back(g)
@@ -471,7 +485,7 @@ def test_forward_mode_is_an_error():
 
 def test_blocks_have_scales_of_their_own_rounded_up():
     x = jnp.concatenate([jnp.full((1, 32), 449.0), jnp.full((1, 32), 2.0**-40)], axis=1)
-    blocks = to_blocks(x, "e4m3")
+    blocks = to_blocks(MXFP8(), "weight", x)
     assert blocks.scale.shape == (1, 2)
     assert np.array_equal(blocks.scale.astype(jnp.float32), [[2.0, 2.0**-48]])
     assert np.array_equal(from_blocks(blocks, np.dtype(np.float32))[0, 32:], x[0, 32:])

@@ -124,6 +124,7 @@ PUBLIC = {
         "Fp8State",
         "Int8",
         "MXFP8",
+        "NVFP4",
         "StaticScaling",
     ],
 }

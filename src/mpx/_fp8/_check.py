@@ -74,7 +74,7 @@ def fp8_check(compiled: Any) -> Fp8Check:
             other[f"dot {_first_operand(line, text)}"] += 1
     integers = sum(other.pop(f"{kind} s8", 0) for kind in ("cublas", "dot"))
     # Other parts of a program may hold int8 numbers, such as an optimizer's state.
-    found = re.search(r"\bf8e(4m3fn|5m2)\[", text) is not None or integers > 0
+    found = re.search(r"\bf(8e4m3fn|8e5m2|4e2m1fn)\[", text) is not None or integers > 0
     return Fp8Check(calls, dict(sorted(other.items())), found, integers)
 
 

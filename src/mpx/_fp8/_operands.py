@@ -174,20 +174,20 @@ Shared = dict[Any, tuple[PyTree, PyTree]]
 
 
 def as_bytes(x: PyTree) -> PyTree:
-    """Returns a tree with its 8-bit numbers as bytes.
+    """Returns a tree with its numbers of 8 or 4 bits as unsigned integers.
 
     Differentiation would make gradients of such numbers. `jax.checkpoint` rounds those
     that its policy saves to their own precision, and JAX 0.10 makes nan of e4m3 above 240.
     Integers stay as they are.
     """
-    return jax.tree.map(
-        lambda a: (
-            a
-            if a.dtype.itemsize > 1 or a.dtype == jnp.int8
-            else lax.bitcast_convert_type(a, jnp.uint8)
-        ),
-        x,
-    )
+
+    def one(a: Array) -> Array:
+        if a.dtype.itemsize > 1 or a.dtype == jnp.int8:
+            return a
+        is_narrow = jnp.finfo(a.dtype).bits == 4
+        return lax.bitcast_convert_type(a, jnp.uint4 if is_narrow else jnp.uint8)
+
+    return jax.tree.map(one, x)
 
 
 def as_codes(x: PyTree) -> PyTree:

@@ -228,11 +228,64 @@ class Int8(Recipe):
         return role == "grad" and self.rounding == "stochastic"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4(Recipe):
+    """Multiplies 4-bit numbers, e2m1, as in arXiv:2509.25149.
+
+    A matrix becomes `codes · scale · whole`: an e4m3 scale for each 16 numbers along the
+    sum, and one f32 scale for all, so that its largest magnitude is 6 · 448. Activations and
+    parameters are rounded to nearest. NVIDIA GPUs have units for it from Blackwell on. On
+    others `fp8` refuses it, because it would be slower than bf16.
+
+    The paper keeps sensitive layers in bf16, such as the last blocks: name them in `keep`.
+
+    Attributes:
+        hadamard: Whether both operands of a weight's gradient are rotated before they are
+            rounded, each 16 numbers along the sum by a Hadamard matrix with random signs.
+            That spreads outliers, and cancels out in the product.
+        stochastic: Whether gradients are rounded stochastically, by a hash of each number
+            and its index. Their scales are then rounded up, so that none is clipped.
+        weight_blocks: `"2d"` for one scale per 16 × 16 numbers of a parameter, so that both
+            passes multiply with the same one, or `"1d"` for one per 16 along the sum.
+        emulate: Whether to compute the same numbers in the compute dtype where there
+            are no units for them: for studies, not for speed.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> layer = lambda w, x: x @ w
+        >>> low = mpx.fp8(layer, NVFP4(emulate=True), min_gain=0)
+        >>> w = jnp.full((16, 16), 1.0, jnp.bfloat16).at[0].set(0.3)
+        >>> float(low(w, jnp.eye(16, dtype=jnp.bfloat16))[0, 0])  # of 1/6 and 2/6
+        0.333984375
+    """
+
+    kind: ClassVar[str] = "nvfp4"
+    since: ClassVar[tuple[int, int]] = (0, 0)  # see `check_supported`
+    in_blocks: ClassVar[bool] = True
+
+    hadamard: bool = True
+    stochastic: bool = True
+    weight_blocks: str = "2d"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hadamard", "stochastic", "emulate"):
+            check_bool(getattr(self, name), f"`{name}`")
+        check_choice(self.weight_blocks, "weight_blocks", ("2d", "1d"))
+
+    def form(self, role: str, *, backward: bool = False) -> str:
+        return "e2m1"
+
+    def is_dithered(self, role: str) -> bool:
+        return role == "grad" and self.stochastic
+
+
 _BY_NAME: dict[str, type[Recipe]] = {
     "current": CurrentScaling,
     "delayed": DelayedScaling,
     "mxfp8": MXFP8,
     "int8": Int8,
+    "nvfp4": NVFP4,
 }
 
 

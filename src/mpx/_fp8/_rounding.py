@@ -1,4 +1,4 @@
-"""Rounding to int8, to nearest or stochastically, and its scales.
+"""Rounding to int8 and e2m1, to nearest or stochastically, and their scales.
 
 Functions under `fp8` have no random key. The random bits are a hash of each number and its
 index, so a step that is run again, or computed again under remat, rounds in the same way.
@@ -14,7 +14,9 @@ from jaxtyping import Array, Float32
 
 from mpx._quant._codecs import random_bits
 
-_LARGEST = {"int8": 127}
+E2M1 = np.dtype(jnp.float4_e2m1fn)
+_DTYPES = {"int8": np.dtype(np.int8), "e2m1": E2M1}
+_LARGEST = {"int8": 127, "e2m1": 6}
 _TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
 
 
@@ -45,5 +47,25 @@ def mpx_round(x: Array, noise: Array | None, form: str) -> Array:
     largest = np.float32(_LARGEST[form])
     # A number times a rounded inverse may exceed the range by an ulp.
     size = jnp.minimum(jnp.abs(x), largest)
+    step = jnp.ones((), jnp.float32)
+    if form == "e2m1":  # 0, ½, 1, 1½, 2, 3, 4, 6
+        step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    size /= step
     size = jnp.round(size) if noise is None else jnp.floor(size + noise)
-    return jnp.where(x < 0, -size, size).astype(jnp.int8)
+    size *= step
+    return jnp.where(x < 0, -size, size).astype(_DTYPES[form])
+
+
+def to_e4m3(x: Array, *, up: bool) -> Float32[Array, "..."]:
+    """Rounds f32 numbers from 0 to 448 to e4m3 numbers, to nearest or up.
+
+    Not by two casts: XLA takes them for none. Below 2⁻⁶ the numbers are multiples of 2⁻⁹.
+    """
+    fine = x * 512.0
+    small = jnp.ceil(fine) if up else jnp.round(fine)
+    if up:
+        bits = lax.bitcast_convert_type(x, jnp.uint32) + np.uint32(0xFFFFF)
+        normal = lax.bitcast_convert_type(bits & np.uint32(0xFFF00000), jnp.float32)
+    else:
+        normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(fine < 8, small / 512.0, normal)

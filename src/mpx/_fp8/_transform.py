@@ -30,11 +30,12 @@ from mpx._casting._context import (
     signature_after,
 )
 from mpx._casting._select import Selectors, parse_selectors
+from mpx._fp8._blocks import check_supported
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
-from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import (
     MXFP8,
+    NVFP4,
     CurrentScaling,
     DelayedScaling,
     Int8,
@@ -71,7 +72,8 @@ def fp8(
     | StaticScaling
     | MXFP8
     | Int8
-    | Literal["current", "mxfp8", "int8"] = "current",
+    | NVFP4
+    | Literal["current", "mxfp8", "int8", "nvfp4"] = "current",
     **options: Unpack[Fp8Keywords],
 ) -> "Fp8Function[P, R]": ...
 @overload
@@ -117,8 +119,8 @@ def fp8(
         func: The function, usually a loss. As a decorator `fp8` takes the recipe in its
             place, `@fp8(DelayedScaling())`, or options alone.
         recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`,
-            `MXFP8` or `Int8`; or the name of one with its defaults, `"current"`,
-            `"delayed"`, `"mxfp8"` or `"int8"`.
+            `MXFP8`, `Int8` or `NVFP4`; or the name of one with its defaults,
+            `"current"`, `"delayed"`, `"mxfp8"`, `"int8"` or `"nvfp4"`.
         params: The position or the name of the argument that holds the parameters, or
             several. Arrays inside `func` itself are parameters, too. By default these, the
             `nnx.Param`s of NNX modules, the first argument that is a container, or the
@@ -135,7 +137,7 @@ def fp8(
         TypeError: If an argument has the wrong type.
         ValueError: If a name or a number is not usable; in a call, if a string or type in
             `keep` or `include` selects nothing.
-        NotImplementedError: For `MXFP8` on hardware without units for it.
+        NotImplementedError: For `MXFP8` and `NVFP4` on hardware without units for it.
 
     Warns:
         RuntimeWarning: Under `jax.vmap`, on GPUs without units for the recipe, and if

@@ -92,7 +92,7 @@ class Fp8View(Result):
             `source` (file and line), `shape` (rows, summed length, columns), `times` (how
             often it runs, in scans and over batch dimensions), `dtype` (of the operands),
             `reason` (why it stays as it is; "" if it is changed), `flops`, `primitive` and
-            `format` (what the recipe makes of matmuls, `fp8` or `int8`).
+            `format` (what the recipe makes of matmuls: `fp8`, `int8`, `nvfp4`).
     """
 
     recipe: str
