@@ -44,13 +44,13 @@ def batches(data, size, seed):
         yield np.stack([data[i : i + size.length + 1] for i in starts]).astype(np.int32)
 
 
-def make_steps(mode, loss, options):
-    """Returns the optimizer, the jitted step, and the jitted evaluation."""
-    warm = options.steps // 10 + 1
-    rate = optax.warmup_cosine_decay_schedule(0.0, RATE, warm, options.steps)
+def make_steps(func, loss, count):
+    """Returns the optimizer, the jitted step, and the jitted evaluation.
+
+    `func` is the loss as it is trained.
+    """
+    rate = optax.warmup_cosine_decay_schedule(0.0, RATE, count // 10 + 1, count)
     optimizer = optax.adamw(rate)
-    every_size = 0 if options.tiny else 1.1
-    func = mpx.fp8(loss, min_gain=every_size) if mode == "fp8" else loss
     gradient = mpx.value_and_grad(func, policy=POLICY)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -101,12 +101,13 @@ def main():
         f" {len(text[1])} held out; {size}",
         flush=True,
     )
-    low = jax.eval_shape(lambda: mpx.cast_tree(size.init(jax.random.key(0)), "bf16"))
+    params = jax.eval_shape(lambda: mpx.cast_tree(size.init(jax.random.key(0)), "bf16"))
     tokens = jax.ShapeDtypeStruct((size.sequences, size.length + 1), jnp.int32)
-    print(mpx.inspect.report(mpx.fp8(loss), low, tokens), flush=True)
+    print(mpx.inspect.report(mpx.fp8(loss), params, tokens), flush=True)
     final, rows, means = {}, [], []
-    for mode in ("bf16", "fp8"):
-        steps, times = make_steps(mode, loss, options), []
+    low = mpx.fp8(loss, min_gain=0 if options.tiny else 1.1)
+    for mode, func in (("bf16", loss), ("fp8", low)):
+        steps, times = make_steps(func, loss, options.steps), []
         for seed in range(options.seeds):
             curve, spent = run(seed, size, steps, text, options.steps)
             final.setdefault(mode, []).append(curve[options.steps])
