@@ -294,7 +294,8 @@ def test_zeros_and_what_is_below_the_range_give_zeros(value):
 def test_inf_and_nan_reach_the_results(which, bad, name):
     tensors = [coarse(i, 32, 32) for i in range(3)]
     tensors[which] = tensors[which].at[3, 5].set(bad)
-    plan = plan_for(*tensors[:2], (((1,), (0,)), ((), ())), 1, OPTIONS[name])
+    a, b, _ = tensors
+    plan = plan_for(a, b, (((1,), (0,)), ((), ())), 1, OPTIONS[name])
     results = run(plan, *tensors)
     for i, found in enumerate(results):
         is_touched = i in {0: (0, 2), 1: (0, 1), 2: (1, 2)}[which]

@@ -201,13 +201,12 @@ def _backward(
     recipe: Recipe, dtype: np.dtype, residuals: tuple[Blocks, Blocks], grad: Array
 ) -> tuple[Array, Array]:
     is_nv = isinstance(recipe, NVFP4)
-    formats = (E2M1, DTYPES["e4m3"]) if is_nv else (DTYPES["e4m3"], _E8M0)
-
-    def restored(x: Blocks) -> Blocks:
-        pairs = zip((x.codes, x.scale), formats, strict=True)
-        return Blocks(*(lax.bitcast_convert_type(*pair) for pair in pairs), x.whole)
-
-    x, w = map(restored, residuals)
+    kind, scales = (E2M1, DTYPES["e4m3"]) if is_nv else (DTYPES["e4m3"], _E8M0)
+    as_dtype = lax.bitcast_convert_type
+    x, w = (
+        Blocks(as_dtype(b.codes, kind), as_dtype(b.scale, scales), b.whole)
+        for b in residuals
+    )
     dx = _multiply(to_blocks(recipe, "grad", grad), w, dtype)
     turned = _summed_over_rows(recipe, grad)
     dw = _multiply(to_blocks(recipe, "grad", turned), x, dtype)
