@@ -2,6 +2,7 @@
 
     python benchmarks/fp8.py                       # an NVIDIA GPU with fp8 units
     python benchmarks/fp8.py --sections sizes      # single matmuls, for the size rule
+    python benchmarks/fp8.py --sections int8,int8-mlp               # the same for int8
     python benchmarks/fp8.py --tiny                # try the script on a CPU
 
 Every case runs in a process of its own; bf16 and fp8 of a section follow each other.
@@ -32,6 +33,9 @@ RECIPES = {
         activation_max=8.0, weight_max=0.25, grad_max=1.0
     ),
     "fp8-row": mpx.recipes.CurrentScaling(granularity="row"),
+    "int8": mpx.recipes.Int8(),
+    "int8-forward": mpx.recipes.Int8(backward=False),
+    "int8-nearest": mpx.recipes.Int8(rounding="nearest"),
 }
 SECTIONS = {
     "mlp": ("bf16", "fp8", "fp8-delayed", "fp8-static", "fp8-row"),
@@ -41,6 +45,8 @@ SECTIONS = {
     "small": ("bf16", "fp8"),
     "sizes": ("all",),
     "rates": ("all",),
+    "int8": ("all",),
+    "int8-mlp": ("bf16", "int8", "int8-forward", "int8-nearest"),
 }
 LARGE = Decoder(4, 4096, 16384, 32, 32, 32768, 8, 2048, gated=False)
 SIZES = dict.fromkeys(SECTIONS, LARGE)
@@ -55,7 +61,9 @@ def under(mode, loss, tiny):
     """The loss as a mode runs it. Where a CPU tries the script, nothing is too small."""
     if mode == "bf16":
         return loss
-    return mpx.fp8(loss, RECIPES[mode], min_gain=0 if tiny else 1.1)
+    # What is emulated gains nothing, and a forward pass alone may gain less than 1.1.
+    every = tiny or not mode.startswith("fp8")
+    return mpx.fp8(loss, RECIPES[mode], min_gain=0 if every else 1.1)
 
 
 def mlp_loss(params, x):
@@ -85,7 +93,7 @@ def build_gradient(section, mode, size, tiny):
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }  # fmt: skip
     x = jax.random.normal(jax.random.key(1), (size.tokens, size.width)).astype(BF16)
-    func: Any = under(mode, mlp_loss if section == "mlp" else tower_loss, tiny)
+    func: Any = under(mode, tower_loss if section == "tower" else mlp_loss, tiny)
     scales = func.init(params, x) if getattr(func, "has_state", False) else None
 
     def step(state, x):
@@ -122,7 +130,8 @@ def build_training(section, mode, size, tiny):
 
 def build(section, mode, tiny=False):
     """Returns step, state and inputs of a case."""
-    make = build_gradient if section in ("mlp", "tower") else build_training
+    is_block = section in ("mlp", "tower", "int8-mlp")
+    make = build_gradient if is_block else build_training
     return make(section, mode, TINY if tiny else SIZES[section], tiny)
 
 
@@ -134,7 +143,7 @@ def measure_step(step, state, inputs, options) -> Any:
     run = functools.partial(measure.time_steps, program, inputs=[inputs])
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)
     state, values, timing = run(state, steps=options.steps, group=options.group)
-    seen = {"fp8": found.fp8, "other": dict(found.other)}
+    seen = {"fp8": found.fp8, "int8": found.int8, "other": dict(found.other)}
     return record | timing | seen | {"values": [float(values[0]), float(values[-1])]}
 
 
@@ -184,6 +193,35 @@ def run_rates(options):
     return {"rows": [[k, f"{H200[k]:.3g}", f"{x:.3g}"] for k, x in rates.items()]}
 
 
+def run_int8(options):
+    """One matmul: in bf16, from int8 operands, and with the rounding to int8."""
+    size = 256 if options.tiny else 8192
+    keys, layer = jax.random.split(jax.random.key(0)), lambda w, x: x @ w
+    w, x = (jax.random.normal(key, (size, size)).astype(BF16) for key in keys)
+    scale = jnp.ones((size, 1), jnp.float32)
+    codes = [jnp.round(jnp.clip(y * 32, -127, 127)).astype(jnp.int8) for y in (w, x)]
+
+    def product(w, x):
+        # The summed axis last in both, as the units of int8 want it.
+        axes = ((1,), (1,)), ((), ())
+        out = lax.dot_general(x, w, axes, preferred_element_type=jnp.int32)
+        return (out.astype(jnp.float32) * scale * scale.T).astype(BF16)
+
+    low = under("int8", layer, options.tiny)
+    cases = {
+        "bf16": (layer, w, x),
+        "int8 product, scales": (product, *codes),
+        "int8, with rounding": (low, w, x),
+    }
+    rows = []
+    for name, (func, *args) in cases.items():
+        program = jax.jit(func).lower(*args).compile()
+        ms = measure.time_call(program, *args, groups=10)
+        check = mpx.inspect.fp8_check(program)
+        rows.append([f"{name}, {size}³", ms, 2 * size**3 / ms / 1e9, str(check)])
+    return {"rows": rows}
+
+
 def repeated(gradient, state, _):
     """Many gradients in one call; each needs the last one, so that none is left out."""
     move = lambda x, dx: x + dx * jnp.asarray(1e-6, x.dtype)  # noqa: E731
@@ -194,7 +232,9 @@ def repeated(gradient, state, _):
 
 def print_tables(results):
     base = lambda r: results.get(f"{r['case'].split(':')[0]}:bf16", r)  # noqa: E731
-    sizes, rates = (results.pop(f"{x}:all", {}).get("rows") for x in ("sizes", "rates"))
+    sizes, rates, matmuls = (
+        results.pop(f"{x}:all", {}).get("rows") for x in ("sizes", "rates", "int8")
+    )
     if results:
         measure.print_columns(
             results.values(),
@@ -203,6 +243,7 @@ def print_tables(results):
             ("spread", measure.spread),
             ("× bf16", lambda r: number(ratio(base(r)["ms"], r["ms"]), 3)),
             ("fp8 calls", lambda r: str(r["fp8"])),
+            ("int8", lambda r: str(r["int8"])),
             ("others", lambda r: ", ".join(f"{n} {x}" for x, n in r["other"].items())),
             ("compile s", lambda r: number(r["compile_s"], 1)),
             ("temp GB", lambda r: giga(r.get("temp_bytes"))),
@@ -216,6 +257,9 @@ def print_tables(results):
         print(measure.format_table(head, cells))
     if rates:
         print(measure.format_table(["rate", "of an H200", "measured"], rates))
+    if matmuls:
+        cells = [[x[0], number(x[1], 3), number(x[2], 1), x[3]] for x in matmuls]
+        print(measure.format_table(["matmul", "ms", "TFLOP/s", "compiled"], cells))
 
 
 def main():
@@ -227,8 +271,8 @@ def main():
         measure.start_child()
         section, mode = options.child.split(":")
         if mode == "all":
-            run = run_sizes if section == "sizes" else run_rates
-            return measure.end_child(run(options))
+            runs = {"sizes": run_sizes, "rates": run_rates, "int8": run_int8}
+            return measure.end_child(runs[section](options))
         case = build(section, mode, options.tiny)
         return measure.end_child(measure_step(*case, options))
     cases = [

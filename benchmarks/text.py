@@ -2,13 +2,16 @@
 
     python benchmarks/text.py                      # a GPU with fp8 units
     python benchmarks/text.py --modes muon,flash-muon,flash-muon-fp8
+    python benchmarks/text.py --modes bf16,int8,int8-forward,int8-nearest
+    python benchmarks/text.py --modes bf16,nvfp4,no-hadamard,no-stochastic,no-2d
     python benchmarks/text.py --tiny               # try the script on a CPU
 
 The text is Python's own language reference, about half a megabyte of English prose and
 code that comes with every Python (`pydoc_data.topics`). The model reads bytes. The last
 tenth of each topic is held out; the loss on it is in nats per byte. Each mode must end
-within the spread of the seeds of the first: `bf16` and `fp8` with AdamW; `muon`, optax's
-in f32, `flash-muon`, in 8 bits with bf16 parameters, and the same with its matmuls in fp8.
+within the spread of the seeds of the first: `bf16`, and recipes of `mpx.fp8`, with AdamW;
+`muon`, optax's in f32, `flash-muon`, in 8 bits with bf16 parameters, and the same with its
+matmuls in fp8. NVFP4 is emulated, with and without its parts.
 """
 
 import functools
@@ -28,6 +31,7 @@ from _measure import (
     format_table,
     number,
     own_small_buffers,
+    pick,
     read_options,
     time_steps,
 )
@@ -36,6 +40,18 @@ from _models import Decoder
 POLICY = "p=f32,c=bf16,o=f32"
 LARGE = Decoder(4, 2048, 8192, 16, 16, 256, 16, 1024, gated=False)
 TINY = Decoder(2, 64, 128, 2, 2, 256, 4, 64, gated=False)
+NVFP4 = functools.partial(mpx.recipes.NVFP4, emulate=True)
+RECIPES = {
+    "fp8": mpx.recipes.CurrentScaling(),
+    "int8": mpx.recipes.Int8(),
+    "int8-forward": mpx.recipes.Int8(backward=False),
+    "int8-nearest": mpx.recipes.Int8(rounding="nearest"),
+    "nvfp4": NVFP4(),
+    "no-hadamard": NVFP4(hadamard=False),
+    "no-stochastic": NVFP4(stochastic=False),
+    "no-2d": NVFP4(weight_blocks="1d"),
+}
+MODES = ("bf16", *RECIPES, "muon", "flash-muon", "flash-muon-fp8")
 RATE, EVERY, TESTS = 3e-4, 25, 4  # every so often the loss of some batches is taken
 
 
@@ -87,8 +103,9 @@ def make_steps(mode, loss, options):
     warm = options.steps // 10 + 1
     rate = optax.warmup_cosine_decay_schedule(0.0, RATE, warm, options.steps)
     start, apply = make_optimizer(mode, rate)
-    every_size = 0 if options.tiny else 1.1
-    func = mpx.fp8(loss, min_gain=every_size) if mode == "fp8" else loss
+    # What is emulated gains nothing, and a forward pass alone may gain less than 1.1.
+    every = 1.1 if mode == "fp8" and not options.tiny else 0
+    func = mpx.fp8(loss, RECIPES[mode], min_gain=every) if mode in RECIPES else loss
     gradient = mpx.value_and_grad(func, policy=POLICY)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -128,6 +145,7 @@ def run(seed, size, steps, text, count):
 def main():
     """Trains all seeds in all modes; returns whether one ends elsewhere."""
     options = read_options(__doc__, "seeds=3 steps=300 modes=bf16,fp8 tiny")
+    pick(dict.fromkeys(MODES), options.modes)
     size, text, machine = TINY if options.tiny else LARGE, read_text(), environment()
     kernel = "cudnn" if machine["backend"] == "gpu" else "xla"
     loss = functools.partial(size.loss, attention=kernel)

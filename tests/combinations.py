@@ -101,6 +101,12 @@ FP8 = (
     frozenset({"float8_e4m3fn", "float8_e5m2"}),
     (2.0**-8,) * 12 + (2.0**-4,) * 5 + (2.0**-3,) * 2,
 )
+# In int8 a number is off by half a code, 1/254 of the largest in its row, and what comes
+# back to a layer by a code. The largest is at most four times the root mean square here.
+INT8 = (
+    frozenset({"int8"}),
+    (2.0**-8,) * 12 + (4 / 254,) * 5 + (4 / 127,) * 2,
+)
 PRECISIONS = {
     "policy bf16": Precision(*BF16, policy="p=f32,c=bf16,o=f32"),
     "policy f16": Precision(*F16, policy="p=f32,c=f16,o=f32", is_scaled=True),
@@ -110,6 +116,7 @@ PRECISIONS = {
     "fp8 delayed": Precision(
         *FP8, fp8(mpx.recipes.DelayedScaling(history=4)), is_delayed=True
     ),
+    "int8": Precision(*INT8, fp8(mpx.recipes.Int8())),
 }
 
 
@@ -325,7 +332,7 @@ by `python tests/combinations.py`.
 NOTES = """
 **Precisions.** *policy* is `mpx.value_and_grad(loss, policy="p=f32,c=bf16,o=f32")`, *amp*
 `mpx.amp(loss)`, and *fp8* is `mpx.fp8(…, recipe)` around that, with
-`CurrentScaling` or `DelayedScaling`. f16 has a `DynamicLossScaling`.
+`CurrentScaling` or `DelayedScaling`, *int8* the same with `Int8`. f16 has a `DynamicLossScaling`.
 
 **Updates.** All but gradient release go through [`optimizer_update`](guide/updates.md).
 *compressed* is an optimizer such as [`flash_adamw`](guide/compressed-optimizers.md), and

@@ -55,7 +55,7 @@ def programs(jax, shape) -> dict[str, Any]:
     from jax import lax
 
     from mpx import fp8
-    from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
+    from mpx.recipes import CurrentScaling, DelayedScaling, Int8, StaticScaling
 
     def transformer(p, x):
         @jax.checkpoint
@@ -81,6 +81,8 @@ def programs(jax, shape) -> dict[str, Any]:
         "row": CurrentScaling(granularity="row"),
         "static": StaticScaling(activation_max=8.0, weight_max=1.0, grad_max=1.0),
         "delayed": DelayedScaling(),
+        "int8": Int8(),
+        "int8 forward": Int8(backward=False),
     }
     found = {"bf16": (mlp, one)}
     for name, recipe in recipes.items():
@@ -165,6 +167,7 @@ def main():
         found = mpx.inspect.fp8_check(program)
         results[name] = {
             "fp8": found.fp8,
+            "int8": found.int8,
             "other": dict(found.other),
             "casts": program.as_text().count('"__gpu$xla.gpu.triton"'),
         }

@@ -38,6 +38,7 @@ def test_a_diagnosis_has_all_parts(found):
             "no loss scaling. Large matmuls can run",
         ),
         (("bf16", "f16"), "mpx.amp(loss)", "has the range of f32"),
+        (("bf16", "int8"), "mpx.amp(loss)", "Large matmuls can run in int8"),
         (("f32", "f16"), "DynamicLossScaling.pow2()", "Only f16 runs natively"),
         (("f32",), "f32", "Use bf16 to test"),
         (None, "mpx.amp(loss)", "does not know this device"),
@@ -60,7 +61,7 @@ def test_the_recommendation_follows_the_formats(native, code, reason):
 )
 def test_formats_of_cuda_follow_the_capability(monkeypatch, capability, native):
     monkeypatch.setattr(_doctor, "cuda_capability", lambda: capability)
-    assert {*(_doctor.formats() or ())} == native | {"f32"}
+    assert {*(_doctor.formats() or ())} == native | {"f32", "int8"}
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ def count_f8(func, *args):
 def eight_bit_products(jaxpr):
     """How many `dot_general`s have 8-bit operands, in the branch for this platform."""
     dots = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
-    eight = [eqn for eqn in dots if eqn.invars[0].aval.dtype.itemsize == 1]
-    return len(eight) // 2  # once for CUDA, once for the rest
+    kinds = [eqn.invars[0].aval.dtype for eqn in dots]
+    floats = [x for x in kinds if x.itemsize == 1 and x != jnp.int8]
+    # Once for CUDA, once for the rest; integers once for all.
+    return len(floats) // 2 + kinds.count(np.dtype(np.int8))
 
 
 def reasons(func, *args, **options):
@@ -346,7 +348,7 @@ BAD_ARGUMENTS = {
     "recipe name": (
         {"recipe": "static"},
         ValueError,
-        "`recipe` must be one of current, delayed, mxfp8, but 'static' was given",
+        "`recipe` must be one of current, delayed, mxfp8, int8, nvfp4, but 'static' was given",
     ),
     "min_gain x": (
         {"min_gain": "x"},
@@ -698,6 +700,8 @@ RECIPES = {
     "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=1.0),
     "delayed": DelayedScaling(),
     "mx": mpx.recipes.MXFP8(emulate=True),
+    "int8": mpx.recipes.Int8(),
+    "nvfp4": mpx.recipes.NVFP4(emulate=True),
 }
 SQUARE = ones_and_signs((32, 32), 3)
 
@@ -724,7 +728,8 @@ def penalty_of(name):
         return sum(jnp.sum(grad.astype(jnp.float32) ** 2) for grad in grads)
 
     # The premise. Emulated blocks are multiplied in bf16.
-    assert count_f8(penalty, W, SQUARE, SQUARE) == (0 if name == "mx" else 3)
+    is_emulated = name in ("mx", "nvfp4")
+    assert count_f8(penalty, W, SQUARE, SQUARE) == (0 if is_emulated else 3)
     return penalty
 
 

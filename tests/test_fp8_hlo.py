@@ -90,6 +90,22 @@ def test_each_tensor_is_quantised_once_in_both_layouts(name):
     assert found["casts"] == CASTS[name]
 
 
+# Those of `MATMULS`, and what is left in bf16.
+INTEGERS = {
+    "mlp int8": (6, 0),
+    "mlp int8 forward": (2, 4),
+    "tower int8": (7, 0),
+    "tower int8 forward": (3, 4),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_matmuls_of_int8_multiply_integers(name):
+    found = compiled()[name]
+    assert "error" not in found, found["error"]
+    assert (found["int8"], sum(found["other"].values())) == INTEGERS[name]
+
+
 def test_bf16_has_no_fp8_calls():
     assert compiled()["bf16"]["fp8"] == 0
     assert sum(compiled()["bf16"]["other"].values()) == 6

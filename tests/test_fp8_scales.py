@@ -14,7 +14,8 @@ from jax import lax
 
 from models import normal
 from mpx._fp8 import _operands
-from mpx._fp8._dot import fp8_dot, from_blocks, mx_dot, to_blocks
+from mpx._fp8._blocks import block_dot, from_blocks, to_blocks
+from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import (
     DTYPES,
     MatmulSpec,
@@ -24,7 +25,14 @@ from mpx._fp8._operands import (
     quantize,
 )
 from mpx._jax._formats import FORMATS
-from mpx.recipes import MXFP8, CurrentScaling, DelayedScaling, StaticScaling
+from mpx.recipes import (
+    MXFP8,
+    NVFP4,
+    CurrentScaling,
+    DelayedScaling,
+    Int8,
+    StaticScaling,
+)
 
 FORMS = list(DTYPES)
 HALF_ULP = {form: 2.0 ** -(FORMATS[form].mantissa + 1) for form in FORMS}
@@ -184,6 +192,14 @@ REFUSED = {
         lambda: DelayedScaling(margin=99),
         "`margin` must be a number of powers of two",
     ),
+    "rounding": (
+        lambda: Int8(rounding="up"),
+        "`rounding` must be one of 'stochastic', 'nearest'",
+    ),
+    "weight_blocks": (
+        lambda: NVFP4(weight_blocks="3d"),
+        "`weight_blocks` must be one of '2d', '1d'",
+    ),
     "max 0": (lambda: static(activation_max=0.0), "`activation_max` must be positive"),
     "max inf": (lambda: static(weight_max=np.inf), "`weight_max` must be positive"),
     "max nan": (
@@ -206,6 +222,9 @@ MISTYPED = {
     ),
     "margin 0.5": (lambda: DelayedScaling(margin=0.5), "`margin` must be an integer"),
     "max text": (lambda: static(weight_max="1"), "`weight_max` must be a number"),
+    "backward": (lambda: Int8(backward=1), "`backward` must be True or False"),
+    "hadamard": (lambda: NVFP4(hadamard=1), "`hadamard` must be True or False"),
+    "stochastic": (lambda: NVFP4(stochastic="no"), "`stochastic` must be True or"),
     "emulate": (lambda: MXFP8(emulate="yes"), "`emulate` must be True or False"),
 }
 
@@ -252,6 +271,7 @@ RECIPES = {
     "row e5m2": CurrentScaling(granularity="row", grad="e5m2"),
     "static": StaticScaling(activation_max=8.0, weight_max=8.0, grad_max=8.0),
     "mx": MXFP8(emulate=True),
+    "int8": Int8(),
 }
 
 
@@ -271,8 +291,8 @@ def plan_for(a, b, dimensions, side, recipe):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(plan, a, b, g):
-    if isinstance(plan.recipe, MXFP8):
-        out, back = jax.vjp(lambda a, b: mx_dot(plan, a, b), a, b)
+    if plan.recipe.in_blocks:
+        out, back = jax.vjp(lambda a, b: block_dot(plan, a, b), a, b)
     else:
         out, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
     return out, *back(g)
@@ -281,7 +301,12 @@ def run(plan, a, b, g):
 def exact(a, b, g, dimensions, transform=lambda x: x):
     """Output and gradients in f64, of operands after a transformation."""
     wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (a, b, g)]
-    a, b, g = map(transform, wide)
+    return products([transform(x) for x in wide], dimensions)
+
+
+def products(arrays, dimensions):
+    """The same, of NumPy's arrays in f64."""
+    a, b, g = arrays
     contracted, batches = dimensions
     shapes, orders, flat = [], [], []
     for x, axes, batch in zip((a, b), contracted, batches, strict=True):
@@ -305,7 +330,7 @@ CASES = [(layout, name) for layout in ALL for name in ("current", "row")] + [
     (layout, name)
     for layout in ("w @ x (Equinox)", "heads, crossed", "two batch axes")
     for name in RECIPES
-    if name not in ("current", "row") and (layout in LAYOUTS or name != "mx")
+    if name not in ("current", "row", "int8") and (layout in LAYOUTS or name != "mx")
 ]
 
 
@@ -367,7 +392,7 @@ def test_products_are_those_of_the_rounded_tensors(name):
 
 @pytest.mark.some(5)
 @pytest.mark.parametrize("layout", ALL)
-@pytest.mark.parametrize("name", ["current", "row", "static"])
+@pytest.mark.parametrize("name", ["current", "row", "static", "int8"])
 def test_product_is_exact_for_numbers_of_the_formats(layout, name):
     a, b, g, dimensions, side = problem(layout)
     # 0 and ±1 are exact in both formats, and sums of fewer than 256 of them in bf16.
@@ -410,7 +435,7 @@ def test_f16_result_does_not_overflow_before_it_is_scaled():
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("name", ["current", "row", "static", "mx"])
+@pytest.mark.parametrize("name", ["current", "row", "static", "mx", "int8"])
 def test_inf_and_nan_reach_the_results(which, bad, name):
     tensors = [jnp.ones((32, 32), jnp.bfloat16) for _ in range(3)]
     tensors[which] = tensors[which].at[3, 5].set(bad)
@@ -460,7 +485,7 @@ def test_forward_mode_is_an_error():
 
 def test_blocks_have_scales_of_their_own_rounded_up():
     x = jnp.concatenate([jnp.full((1, 32), 449.0), jnp.full((1, 32), 2.0**-40)], axis=1)
-    blocks = to_blocks(x, "e4m3")
+    blocks = to_blocks(MXFP8(), "weight", x)
     assert blocks.scale.shape == (1, 2)
     assert np.array_equal(blocks.scale.astype(jnp.float32), [[2.0, 2.0**-48]])
     assert np.array_equal(from_blocks(blocks, np.dtype(np.float32))[0, 32:], x[0, 32:])

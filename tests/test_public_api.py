@@ -123,7 +123,9 @@ PUBLIC = {
         "CurrentScaling",
         "DelayedScaling",
         "Fp8State",
+        "Int8",
         "MXFP8",
+        "NVFP4",
         "StaticScaling",
     ],
 }

@@ -1,4 +1,4 @@
-"""Checks of the matmuls of a compiled program: which of them are fp8."""
+"""Checks of the matmuls of a compiled program: which of them are fp8 or int8."""
 
 import collections
 import dataclasses
@@ -15,27 +15,32 @@ class Fp8Check:
         fp8: How many calls multiply in fp8 units.
         other: How many multiply in something else, by what they are: `cublas bf16`,
             `triton f8e4m3fn` and so on. A loop counts its body once.
-        quantized: Whether numbers of 8 bits occur at all. If not, XLA has removed them.
+        quantized: Whether such numbers occur at all. If not, XLA has removed them.
+        int8: How many multiply int8 numbers, on any platform.
     """
 
     fp8: int
     other: Mapping[str, int]
     quantized: bool
+    int8: int = 0
 
     def __str__(self) -> str:
         others = [f"{count} {name}" for name, count in self.other.items()]
-        return f"{self.fp8} fp8 matmuls; others: {', '.join(others) or 'none'}"
+        counts = [f"{self.fp8} fp8"] if self.fp8 or not self.int8 else []
+        counts += [f"{self.int8} int8"] if self.int8 else []
+        found = " and ".join(counts)
+        return f"{found} matmuls; others: {', '.join(others) or 'none'}"
 
 
 def fp8_check(compiled: Any) -> Fp8Check:
-    """Counts the fp8 matmuls of a compiled program, and the others.
+    """Counts the fp8 and int8 matmuls of a compiled program, and the others.
 
     Where hardware, version or shape do not fit, XLA computes in bf16 and says nothing.
     This reads what it made.
 
     Args:
         compiled: What `jax.jit(...).lower(...).compile()` returns, or the text of its
-            HLO. Meaningful for NVIDIA GPUs: other platforms have no fp8 calls.
+            HLO. fp8 is meaningful for NVIDIA GPUs: other platforms have no such calls.
 
     Raises:
         TypeError: If it has no HLO to read.
@@ -54,7 +59,7 @@ def fp8_check(compiled: Any) -> Fp8Check:
             f"{type(compiled).__name__} was given. Pass "
             "`jax.jit(func).lower(*args).compile()`."
         )
-    calls, other = 0, collections.Counter()
+    calls, other = 0, collections.Counter[str]()
     for line in text.splitlines():
         found, grouped = _CUBLAS.search(line), _GROUPED.search(line)
         kind = found.group(1) if found else ""
@@ -67,8 +72,10 @@ def fp8_check(compiled: Any) -> Fp8Check:
             other[f"cublas {_first_operand(line, text)}"] += 1
         elif _ONE_DNN.search(line) or _DOT.search(line):
             other[f"dot {_first_operand(line, text)}"] += 1
-    quantized = re.search(r"\bf8e(4m3fn|5m2)\[", text) is not None
-    return Fp8Check(calls, dict(sorted(other.items())), quantized)
+    integers = sum(other.pop(f"{kind} s8", 0) for kind in ("cublas", "dot"))
+    # Other parts of a program may hold int8 numbers, such as an optimizer's state.
+    found = re.search(r"\bf(8e4m3fn|8e5m2|4e2m1fn)\[", text) is not None or integers > 0
+    return Fp8Check(calls, dict(sorted(other.items())), found, integers)
 
 
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$([\w$]+)"')

@@ -1,4 +1,4 @@
-"""Which matmuls run in 8 bits, and why others do not."""
+"""Which matmuls run in a narrow format, and why others do not."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from mpx._amp._facts import (
 )
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import Selector, matches, search, shown
-from mpx._fp8._recipes import MXFP8, Recipe
+from mpx._fp8._recipes import Int8, Recipe
 from mpx._jax._compat import Literal
 from mpx._jax._devices import H200
 from mpx._jax._formats import short_name
@@ -43,6 +43,11 @@ _BF16, _FP8, _BANDWIDTH = H200["bf16"], H200["fp8"], H200["memory"]
 _BYTES = 2 + 2 + 1 + 1
 # The same where XLA writes the other layout, at half the speed.
 _BYTES_TRANSPOSED = 2 + 2 * (2 + 1 + 1)
+# In int8 each direction has scales and codes of its own, and a result in s32 is written and
+# read. Counted, not measured: the units are taken to be as fast as those of fp8.
+_BYTES_INT8 = 2 * (2 + 2 + 1) + 4 + 4
+# The sum of this many products of int8 numbers is below 2³¹.
+_LONGEST = (2**31 - 1) // 127**2
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
 _LAUNCHES = 20e-6
@@ -60,6 +65,7 @@ class Matmul(NamedTuple):
     reason: str
     flops: int
     primitive: str = "dot_general"
+    format: str = "fp8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,14 +101,21 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
     return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
 
 
-def predicted_gain(m: int, k: int, n: int, *, count: int = 1) -> float:
+def predicted_gain(
+    m: int, k: int, n: int, *, count: int = 1, recipe: Recipe | None = None
+) -> float:
     """Predicts how much faster `count` matmuls are in fp8, their gradients included."""
     # Time is operations over the measured peak; fp8 adds the traffic and the launches of
     # quantising both operands and the gradient.
     work = 3 * 2.0 * m * k * n * count
-    each = _BYTES if count == 1 else _BYTES_TRANSPOSED
+    each, share = _BYTES if count == 1 else _BYTES_TRANSPOSED, 1.0
+    if isinstance(recipe, Int8):
+        share = 1.0 if recipe.backward else 1 / 3
+        each = _BYTES_INT8 * share
     traffic = each * (m * k + k * n + m * n) * count
-    return (work / _BF16) / (work / _FP8 + traffic / _BANDWIDTH + _LAUNCHES)
+    rest = (1 - share) * work / _BF16
+    low = share * (work / _FP8 + _LAUNCHES) + traffic / _BANDWIDTH
+    return (work / _BF16) / (low + rest)
 
 
 def reason_to_keep(
@@ -122,7 +135,7 @@ def reason_to_keep(
     name = eqn.primitive.name
     if name != "dot_general":
         kind = _KINDS.get(name, "a fused attention")
-        return f"it is {kind}; fp8 is for matmuls with one weight"
+        return f"it is {kind}; {chosen.recipe.kind} is for matmuls with one weight"
     return (
         _by_structure(eqn, dtypes, are_params, chosen)
         or _by_rule(matmul, purpose, chosen)
@@ -146,8 +159,9 @@ def _by_structure(
     if len({*weights}) == 1:
         both = "both operands are parameters"
         return both if weights[0] else "no operand is a parameter"
-    if isinstance(chosen.recipe, MXFP8) and eqn.params["dimension_numbers"][1][0]:
-        return "it has batch dimensions, for which there are no MX blocks"
+    if chosen.recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
+        kind = type(chosen.recipe).__name__
+        return f"it has batch dimensions, for which there are no {kind} blocks"
     wide = [x for x in map(short_name, dtypes[:2]) if x not in ("bf16", "f16")]
     if wide:
         return f"an operand is {wide[0]}"
@@ -184,11 +198,16 @@ def _selects(selector: Selector, matmul: Matmul) -> bool:
 
 
 def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
-    multiple = 32 if isinstance(chosen.recipe, MXFP8) else 16
+    recipe, multiple = chosen.recipe, chosen.recipe.multiple
     for size in matmul.shape:
         if size == 0 or size % multiple:
             return f"{size} is not a multiple of {multiple}"
-    gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1])
+    if isinstance(recipe, Int8):
+        # The products of the backward pass sum over rows and columns.
+        summed = max(matmul.shape) if recipe.backward else matmul.shape[1]
+        if summed > _LONGEST:
+            return f"a sum of {summed} products may exceed s32 (at most {_LONGEST})"
+    gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1], recipe=recipe)
     if gain < chosen.min_gain:
         return f"too small to gain (predicted {gain:.2f}×)"
     return ""

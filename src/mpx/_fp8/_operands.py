@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
 from mpx._casting._context import automatic_size
-from mpx._fp8._recipes import CurrentScaling, DelayedScaling, Recipe, StaticScaling
+from mpx._fp8._recipes import DelayedScaling, Recipe, StaticScaling
+from mpx._fp8._rounding import integer_scale, mpx_round, noise_of
 from mpx._jax._compat import struct_like, undifferentiable
 from mpx._jax._devices import gpu_capability
 from mpx._jax._formats import FORMATS
@@ -91,8 +92,8 @@ class Operand(eqx.Module):
     """An operand of a product, `original ≈ codes · scale`.
 
     Attributes:
-        codes: 8-bit numbers.
-        scale: Powers of two, f32: a scalar, or one for each row with length-1 axes.
+        codes: 8-bit numbers, or those of the compute dtype with a scale of 1.
+        scale: f32, a scalar, or one for each row with length-1 axes.
         summed: The axes of the codes over which the product sums.
         batch: Their batch axes.
         gathered: Whether XLA may have to gather the codes, which are transposed after that.
@@ -116,16 +117,17 @@ def to_fp8(
 ) -> tuple[Operand, Operand]:
     """Quantises a tensor for two products, which sum over either group of its axes."""
     recipe, clip = spec.recipe, True
-    form = recipe.form(role)
     # A weight that XLA may shard has its codes in one order, so that all three matmuls
     # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
     gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
-    if isinstance(recipe, CurrentScaling) and recipe.granularity == "row":
-        scales = [power_of_two_scale(largest_magnitude(x, g), form) for g in groups]
-        codes = [quantize(x, scale, form, clip=False) for scale in scales]
-        found = zip(codes, scales, groups, strict=True)
-        first, second = (Operand(*x, batch, gathered) for x in found)
+    if recipe.by_row:
+        # The first product of a gradient is one of the backward pass, too.
+        first, second = (
+            Operand(*_by_row(recipe, role, x, axes, backward), axes, batch, gathered)
+            for axes, backward in zip(groups, (role == "grad", True), strict=True)
+        )
         return first, second
+    form = recipe.form(role)
     if isinstance(recipe, StaticScaling):
         amax = jnp.float32(getattr(recipe, f"{role}_max"))
     elif isinstance(recipe, DelayedScaling) and seen is not None:
@@ -147,6 +149,22 @@ def to_fp8(
     return first, second
 
 
+def _by_row(
+    recipe: Recipe, role: str, x: Array, axes: Axes, backward: bool
+) -> tuple[Array, Array]:
+    """Returns codes, and the scales of what is summed over some axes."""
+    form = recipe.form(role, backward=backward)
+    if not form:
+        return x, jnp.ones((), jnp.float32)
+    amax = largest_magnitude(x, axes)
+    if form == "int8":
+        scale = integer_scale(amax)
+        noise = noise_of(x) if recipe.is_dithered(role) else None
+        return mpx_round(x.astype(jnp.float32) * (1 / scale), noise, form), scale
+    scale = power_of_two_scale(amax, form)
+    return quantize(x, scale, form, clip=False), scale
+
+
 def _come_first(axes: Axes) -> bool:
     return sorted(axes) == list(range(len(axes)))
 
@@ -156,22 +174,27 @@ Shared = dict[Any, tuple[PyTree, PyTree]]
 
 
 def as_bytes(x: PyTree) -> PyTree:
-    """Returns a tree with its 8-bit numbers as bytes.
+    """Returns a tree with its numbers of 8 or 4 bits as unsigned integers.
 
     Differentiation would make gradients of such numbers. `jax.checkpoint` rounds those
     that its policy saves to their own precision, and JAX 0.10 makes nan of e4m3 above 240.
+    Integers stay as they are.
     """
-    return jax.tree.map(
-        lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, jnp.uint8),
-        x,
-    )
+
+    def one(a: Array) -> Array:
+        if a.dtype.itemsize > 1 or a.dtype == jnp.int8:
+            return a
+        is_narrow = jnp.finfo(a.dtype).bits == 4
+        return lax.bitcast_convert_type(a, jnp.uint4 if is_narrow else jnp.uint8)
+
+    return jax.tree.map(one, x)
 
 
 def as_codes(x: PyTree) -> PyTree:
     """Returns a tree with its bytes as numbers of the format of operands."""
     dtype = DTYPES["e4m3"]
     return jax.tree.map(
-        lambda a: a if a.dtype.itemsize > 1 else lax.bitcast_convert_type(a, dtype), x
+        lambda a: lax.bitcast_convert_type(a, dtype) if a.dtype == jnp.uint8 else a, x
     )
 
 
@@ -285,7 +308,8 @@ def summed_last(x: Operand, other: Operand) -> Operand:
         return x
     last = tuple(axis + x.codes.ndim - leading for axis in x.summed)
     codes = _transpose_after_gather(x.codes, other.codes, leading, other.summed)
-    return Operand(codes, x.scale, last, x.batch)
+    scale = _transpose(x.scale, leading) if x.scale.ndim else x.scale
+    return Operand(codes, scale, last, x.batch)
 
 
 def _transpose_after_gather(

@@ -1,14 +1,48 @@
-"""Recipes: the 8-bit formats of a matmul, and where its scales come from."""
+"""Recipes: the narrow formats of a matmul, and where its scales come from."""
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from mpx._jax._arguments import as_count, as_real, check_bool, check_choice, check_value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The base of all recipes: activations and parameters are e4m3.
+    """The base of all recipes.
+
+    Attributes:
+        kind: What reports call a matmul that runs by it.
+        since: The first compute capability that has units for it.
+        multiple: What the sizes of a matmul must be multiples of.
+        in_blocks: Whether numbers are scaled in blocks along the sum.
+    """
+
+    kind: ClassVar[str] = "fp8"
+    since: ClassVar[tuple[int, int]] = (8, 9)
+    multiple: ClassVar[int] = 16
+    in_blocks: ClassVar[bool] = False
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row of the left operand and column of the right one has a scale."""
+        return False
+
+    def form(self, role: str, *, backward: bool = False) -> str:
+        """Returns the format of the activation, the weight or the gradient.
+
+        It may differ in the products of the backward pass; "" is the compute dtype.
+        """
+        raise NotImplementedError
+
+    def is_dithered(self, role: str) -> bool:
+        """Returns whether a tensor is rounded stochastically."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8(Recipe):
+    """The base of the fp8 recipes: activations and parameters are e4m3.
 
     Attributes:
         grad: The format of the gradients that come back to a matmul's result.
@@ -19,13 +53,12 @@ class Recipe:
     def __post_init__(self) -> None:
         check_choice(self.grad, "grad", ("e4m3", "e5m2"))
 
-    def form(self, role: str) -> str:
-        """Returns the format of the activation, the weight or the gradient."""
+    def form(self, role: str, *, backward: bool = False) -> str:
         return self.grad if role == "grad" else "e4m3"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentScaling(Recipe):
+class CurrentScaling(Float8):
     """Scales every tensor by its own largest magnitude, at each use. Keeps no state.
 
     A tensor x becomes `codes · scale` with `scale = 2**ceil(log2(max |x| / max))`, where
@@ -55,9 +88,13 @@ class CurrentScaling(Recipe):
             object.__setattr__(self, "grad", form)
         super().__post_init__()
 
+    @property
+    def by_row(self) -> bool:
+        return self.granularity == "row"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(Float8):
     """Scales every tensor by the largest magnitude of the last steps.
 
     Scales are known before a tensor is, so that no matmul waits for a reduction over
@@ -88,7 +125,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StaticScaling(Recipe):
+class StaticScaling(Float8):
     """Scales by fixed magnitudes, for models whose ranges are known.
 
     Attributes:
@@ -116,7 +153,7 @@ class StaticScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8(Recipe):
+class MXFP8(Float8):
     """Scales blocks of 32 numbers along the direction of the sum (the OCP MX format).
 
     Each block has a power-of-two scale in e8m0, rounded up so that nothing is clipped.
@@ -133,6 +170,9 @@ class MXFP8(Recipe):
         'e4m3'
     """
 
+    multiple: ClassVar[int] = 32
+    in_blocks: ClassVar[bool] = True
+
     grad: str = "e4m3"
     emulate: bool = False
 
@@ -141,7 +181,112 @@ class MXFP8(Recipe):
         check_bool(self.emulate, "`emulate`")
 
 
-_BY_NAME = {"current": CurrentScaling, "delayed": DelayedScaling, "mxfp8": MXFP8}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8(Recipe):
+    """Multiplies 8-bit integers, for GPUs and TPUs without fp8 units.
+
+    A tensor x becomes `codes · scale` with integers from -127 to 127 and
+    `scale = max |x| / 127`, one per row of the left operand and per column of the right
+    one: nothing is clipped. Products are added exactly, in s32. To nearest, a number is
+    off by at most `scale / 2`; stochastically by less than `scale`, and not on average.
+
+    Attributes:
+        backward: Whether both products of the backward pass run in int8 as well. If not,
+            they run in the compute dtype, on the operands as they were.
+        rounding: How gradients are rounded: `"stochastic"` or `"nearest"`. The random
+            bits are a hash of each number and its index: the same step gives the same
+            gradients. Activations and parameters are rounded to nearest.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> layer = lambda w, x: x @ w
+        >>> w = jnp.full((16, 16), 1.0, jnp.bfloat16).at[0].set(0.25)
+        >>> low = mpx.fp8(layer, Int8(), min_gain=0)
+        >>> x = jnp.eye(16, dtype=jnp.bfloat16)
+        >>> float(low(w, x)[0, 0]), 32 / 127  # the nearest of 127 levels
+        (0.251953125, 0.25196850393700787)
+    """
+
+    kind: ClassVar[str] = "int8"
+    since: ClassVar[tuple[int, int]] = (7, 5)
+
+    backward: bool = True
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        check_bool(self.backward, "`backward`")
+        check_choice(self.rounding, "rounding", ("stochastic", "nearest"))
+
+    @property
+    def by_row(self) -> bool:
+        return True
+
+    def form(self, role: str, *, backward: bool = False) -> str:
+        return "" if backward and not self.backward else "int8"
+
+    def is_dithered(self, role: str) -> bool:
+        return role == "grad" and self.rounding == "stochastic"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4(Recipe):
+    """Multiplies 4-bit numbers, e2m1, as in arXiv:2509.25149.
+
+    A matrix becomes `codes · scale · whole`: an e4m3 scale for each 16 numbers along the
+    sum, and one f32 scale for all, so that its largest magnitude is 6 · 448. Activations and
+    parameters are rounded to nearest. NVIDIA GPUs have units for it from Blackwell on. On
+    others `fp8` refuses it, because it would be slower than bf16.
+
+    The paper keeps sensitive layers in bf16, such as the last blocks: name them in `keep`.
+
+    Attributes:
+        hadamard: Whether both operands of a weight's gradient are rotated before they are
+            rounded, each 16 numbers along the sum by a Hadamard matrix with random signs.
+            That spreads outliers, and cancels out in the product.
+        stochastic: Whether gradients are rounded stochastically, by a hash of each number
+            and its index. Their scales are then rounded up, so that none is clipped.
+        weight_blocks: `"2d"` for one scale per 16 × 16 numbers of a parameter, so that both
+            passes multiply with the same one, or `"1d"` for one per 16 along the sum.
+        emulate: Whether to compute the same numbers in the compute dtype where there
+            are no units for them: for studies, not for speed.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> layer = lambda w, x: x @ w
+        >>> low = mpx.fp8(layer, NVFP4(emulate=True), min_gain=0)
+        >>> w = jnp.full((16, 16), 1.0, jnp.bfloat16).at[0].set(0.3)
+        >>> float(low(w, jnp.eye(16, dtype=jnp.bfloat16))[0, 0])  # of 1/6 and 2/6
+        0.333984375
+    """
+
+    kind: ClassVar[str] = "nvfp4"
+    since: ClassVar[tuple[int, int]] = (0, 0)  # see `check_supported`
+    in_blocks: ClassVar[bool] = True
+
+    hadamard: bool = True
+    stochastic: bool = True
+    weight_blocks: str = "2d"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hadamard", "stochastic", "emulate"):
+            check_bool(getattr(self, name), f"`{name}`")
+        check_choice(self.weight_blocks, "weight_blocks", ("2d", "1d"))
+
+    def form(self, role: str, *, backward: bool = False) -> str:
+        return "e2m1"
+
+    def is_dithered(self, role: str) -> bool:
+        return role == "grad" and self.stochastic
+
+
+_BY_NAME: dict[str, type[Recipe]] = {
+    "current": CurrentScaling,
+    "delayed": DelayedScaling,
+    "mxfp8": MXFP8,
+    "int8": Int8,
+    "nvfp4": NVFP4,
+}
 
 
 def as_recipe(recipe: object) -> Recipe:

@@ -30,13 +30,15 @@ from mpx._casting._context import (
     signature_after,
 )
 from mpx._casting._select import Selectors, parse_selectors
+from mpx._fp8._blocks import check_supported
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
-from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import (
     MXFP8,
+    NVFP4,
     CurrentScaling,
     DelayedScaling,
+    Int8,
     Recipe,
     StaticScaling,
     as_recipe,
@@ -69,7 +71,9 @@ def fp8(
     recipe: CurrentScaling
     | StaticScaling
     | MXFP8
-    | Literal["current", "mxfp8"] = "current",
+    | Int8
+    | NVFP4
+    | Literal["current", "mxfp8", "int8", "nvfp4"] = "current",
     **options: Unpack[Fp8Keywords],
 ) -> "Fp8Function[P, R]": ...
 @overload
@@ -114,9 +118,9 @@ def fp8(
     Args:
         func: The function, usually a loss. As a decorator `fp8` takes the recipe in its
             place, `@fp8(DelayedScaling())`, or options alone.
-        recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`
-            or `MXFP8`; or the name of one with its defaults, `"current"`, `"delayed"` or
-            `"mxfp8"`.
+        recipe: Formats and scales: `CurrentScaling`, `DelayedScaling`, `StaticScaling`,
+            `MXFP8`, `Int8` or `NVFP4`; or the name of one with its defaults,
+            `"current"`, `"delayed"`, `"mxfp8"`, `"int8"` or `"nvfp4"`.
         params: The position or the name of the argument that holds the parameters, or
             several. Arrays inside `func` itself are parameters, too. By default these, the
             `nnx.Param`s of NNX modules, the first argument that is a container, or the
@@ -133,11 +137,11 @@ def fp8(
         TypeError: If an argument has the wrong type.
         ValueError: If a name or a number is not usable; in a call, if a string or type in
             `keep` or `include` selects nothing.
-        NotImplementedError: For `MXFP8` on hardware without units for it.
+        NotImplementedError: For `MXFP8` and `NVFP4` on hardware without units for it.
 
     Warns:
-        RuntimeWarning: Under `jax.vmap`, on GPUs without fp8 units, and if all linear
-            layers were asked to run in f32.
+        RuntimeWarning: Under `jax.vmap`, on GPUs without units for the recipe, and if
+            all linear layers were asked to run in f32.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -204,7 +208,7 @@ class Fp8Function(Generic[P, R]):
             # A report needs no state, and is about hardware that may not be here.
             return call_through(self.visitor(), self.func, args, kwargs)
         check_supported(recipe)
-        _warn_of_hardware()
+        _warn_of_hardware(recipe)
         _warn_of_vmap((args, kwargs))
         if not isinstance(recipe, DelayedScaling):
             return self._run(None, self.func, args, kwargs)
@@ -337,14 +341,19 @@ def _first_float(out: PyTree) -> Array:
     )
 
 
-def _warn_of_hardware() -> None:
+def _warn_of_hardware(recipe: Recipe) -> None:
     found = gpu_capability()
-    if found is None or (isinstance(found, tuple) and found >= (8, 9)):
+    if found is None or (isinstance(found, tuple) and found >= recipe.since):
         return
     name = ".".join(map(str, found)) if isinstance(found, tuple) else found
+    effect = "`fp8` runs as bf16 there, without the rounding of fp8."
+    if isinstance(recipe, Int8):
+        effect = "`Int8` rounds there as elsewhere, but may be slower than bf16."
+    elif isinstance(found, tuple) and found >= Int8.since:
+        effect += ' `fp8(func, "int8")` uses its int8 units.'
     warn(
-        f"The default device (compute capability {name}) has no fp8 units that mpx knows "
-        "how to use: `fp8` runs as bf16 there, without the rounding of fp8."
+        f"The default device (compute capability {name}) has no {recipe.kind} units that "
+        f"mpx knows how to use: {effect}"
     )
 
 

@@ -24,6 +24,7 @@ from mpx._amp._rules import AmpRules
 from mpx._casting._context import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import KEPT_SCOPE
 from mpx._casting._select import check_selectors
+from mpx._fp8._blocks import block_dot
 from mpx._fp8._decide import (
     LINEAR,
     Matmul,
@@ -34,9 +35,9 @@ from mpx._fp8._decide import (
     study,
 )
 from mpx._fp8._delayed import Scales
-from mpx._fp8._dot import fp8_dot, mx_dot
+from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import MatmulSpec
-from mpx._fp8._recipes import MXFP8, DelayedScaling
+from mpx._fp8._recipes import DelayedScaling
 from mpx._jax._compat import (
     eval_equation,
     has_explicit_axes,
@@ -225,8 +226,8 @@ class Fp8(Transformation):
                 x if has_explicit_axes(x.mesh) else None for x in shardings
             ),
         )
-        if isinstance(self.chosen.recipe, MXFP8):
-            return [mx_dot(spec, lhs, rhs)]
+        if self.chosen.recipe.in_blocks:
+            return [block_dot(spec, lhs, rhs)]
         seen, probe = self._next_scale(param)
         return [fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)]
 
@@ -268,6 +269,7 @@ class Fp8(Transformation):
             reason="",
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
+            format=self.chosen.recipe.kind,
         )
         read = set().union(*(fact.names for fact in weights)) & self.purposes.keys()
         purpose = self.purposes[min(read)] if read else ""

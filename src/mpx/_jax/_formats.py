@@ -44,6 +44,7 @@ _DTYPES: dict[str, type] = {
     "f16": jnp.float16,
     "e4m3": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,
+    "e2m1": jnp.float4_e2m1fn,
 }
 
 FORMATS: dict[str, Format] = {

@@ -27,6 +27,7 @@ _COARSEST = 0.5  # the largest error of a result that is not wrong, even with th
 _NOTICEABLE = 0.1  # loss and gradients with less are not wrong in any format
 _INACCURATE = 0.03  # loss and gradients with more are inaccurate, in 16 bits
 _INACCURATE_FP8 = 0.25  # in 8 bits, where healthy gradients are 10 to 15 % off
+_INACCURATE_FP4 = 0.5  # in 4 bits, where they are 18 to 23 % off
 _CONDITION = 4  # times the error that one rounding of the parameters causes is allowed
 # A gradient that one rounding of the parameters changes by this much is not judged: that of a
 # bias before a normalization, or of the keys' bias in attention, is zero but for roundings.
@@ -395,8 +396,8 @@ class Blame:
     @property
     def _limit(self) -> float:
         """The relative error beyond which a result is inaccurate."""
-        is_fp8 = self.format is not None and self.format.bits == 8
-        return _INACCURATE_FP8 if is_fp8 else _INACCURATE
+        limits = {8: _INACCURATE_FP8, 4: _INACCURATE_FP4}
+        return limits.get(self.format.bits if self.format else 0, _INACCURATE)
 
     def _bad_results(self, errors: np.ndarray, limit: float | None = None) -> list[int]:
         """Returns which results are further from f32 than the format explains."""

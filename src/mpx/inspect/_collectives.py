@@ -18,7 +18,7 @@ _CALLED = re.compile(r"(?:body|calls|to_apply|condition)=%?([\w.\-$]+)")
 _CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _COLLECTIVE = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\]")
-_SHORT = {"f8e4m3fn": "e4m3", "f8e5m2": "e5m2", "pred": "bool"}
+_SHORT = {"f8e4m3fn": "e4m3", "f8e5m2": "e5m2", "f4e2m1fn": "e2m1", "pred": "bool"}
 
 
 class Collective(NamedTuple):

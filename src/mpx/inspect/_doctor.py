@@ -31,7 +31,9 @@ from mpx.inspect._collectives import Collective, collectives
 from mpx.inspect._result import Result, Table, amount
 
 # The compute capability since which matmuls run in a format.
-CUDA_SINCE = dict(f16=(7, 0), bf16=(8, 0), tf32=(8, 0), fp8=(8, 9), mx=(10, 0))
+CUDA_SINCE = dict(
+    f16=(7, 0), int8=(7, 5), bf16=(8, 0), tf32=(8, 0), fp8=(8, 9), mx=(10, 0)
+)
 # JAX calls the seventh generation "TPU7x".
 TPU_FP8 = re.compile(r"(?:v|tpu)([7-9]|\d\d)|ironwood", re.IGNORECASE)
 
@@ -146,6 +148,8 @@ def recommend(native: Sequence[str] | None) -> tuple[str, str]:
         reason = "bf16 runs natively and has the range of f32: no loss scaling."
         if "fp8" in native:
             reason += " Large matmuls can run in fp8 as well: compare `mpx.fp8(loss)`."
+        elif "int8" in native:
+            reason += ' Large matmuls can run in int8: compare `mpx.fp8(loss, "int8")`.'
         return "loss = mpx.amp(loss)", reason
     if "f16" in native:
         code = 'loss = mpx.amp(loss, "f16"); scaling = mpx.DynamicLossScaling.pow2()'

@@ -50,13 +50,22 @@ PICKS = SHAPE_ONLY.union(
 _COMPARISONS = names("eq ne lt le gt ge")
 _ROUNDINGS = 16
 """Numbers are nearly equal if they differ by this many roundings of their tensors."""
+# Fixed point: seven significant bits below the largest number.
+_INT8 = Format("int8", 8, 0, 6, 127.0, 1.0, 1.0)
 
 
 def low_format(eqn: Equation) -> Format | None:
     """Returns the coarsest format narrower than f32 among operands and results."""
+    if is_rounding(eqn):
+        return FORMATS.get(short_name(np.dtype(eqn.outvars[0].aval.dtype)), _INT8)
     avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     found = [_format_of(aval) for aval in avals if is_low(aval)]
     return max(found, key=lambda x: x.eps, default=None)
+
+
+def is_rounding(eqn: Equation) -> bool:
+    """Returns whether `fp8` rounds to a format of few bits here: see `_fp8/_rounding.py`."""
+    return eqn.params.get("name") == "mpx_round"
 
 
 def _format_of(x: Array) -> Format:
@@ -119,7 +128,7 @@ def run_as_written(
 
 def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Array]:
     """Runs the shadow of an equation on arrays; its results are f32 or wider."""
-    if primitive_name(eqn) == "reduce_precision":
+    if primitive_name(eqn) == "reduce_precision" or is_rounding(eqn):
         return [widened(args[0])]
     if _is_opaque(eqn):
         return [widened(x) for x in run_as_written(eqn, args, axes)]
@@ -139,8 +148,14 @@ def _wide(eqn: Equation, args: Sequence[Array], axes: Axes) -> list[Array]:
         return list(args)
     if not axes and (part := _sliced(eqn, args)) is not None:
         return [part]
+    changes = f32_params(eqn)
+    is_integer = name == "dot_general" and not is_float(eqn.outvars[0].aval)
+    if is_integer and any(map(is_float, args)):
+        # A product of int8 numbers, which are not rounded in f32.
+        args = [np.asarray(x, F32) for x in args]
+        changes["preferred_element_type"] = F32
     try:
-        return [widened(x) for x in _bind(eqn, args, axes, **f32_params(eqn))]
+        return [widened(x) for x in _bind(eqn, args, axes, **changes)]
     except (TypeError, ValueError, NotImplementedError):
         # A primitive of someone else that takes only the dtypes it was traced with.
         pairs = zip(args, eqn.invars, strict=True)

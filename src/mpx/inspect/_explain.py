@@ -70,7 +70,7 @@ class Finding:
         near: The parameter that was read last on the way to it; "" if none was.
         caller: The line of your code that called a library, if the place is in one.
         step: The steps of the loops around it: (number of the step, number of steps).
-        format: The format in which it computes: `f16`, `bf16`, `e4m3`, `e5m2`, `f32`.
+        format: The format in which it computes: `f16`, `bf16`, `e4m3`, `int8`, `f32` …
         limit: The number of this format that matters: its largest for an overflow, its
             smallest for an underflow, else the relative distance of its numbers.
         operands: The smallest and largest number of each floating operand, in f32.

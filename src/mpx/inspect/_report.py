@@ -91,7 +91,8 @@ class Fp8View(Result):
             reads, such as `params/layers/w1`; "" without one), `scope` (joined by `/`),
             `source` (file and line), `shape` (rows, summed length, columns), `times` (how
             often it runs, in scans and over batch dimensions), `dtype` (of the operands),
-            `reason` (why it is not fp8; "" if it is), `flops` and `primitive`.
+            `reason` (why it stays as it is; "" if it is changed), `flops`, `primitive` and
+            `format` (what the recipe makes of matmuls: `fp8`, `int8`, `nvfp4`).
     """
 
     recipe: str
@@ -99,7 +100,7 @@ class Fp8View(Result):
 
     @property
     def changed(self) -> tuple[Fp8Matmul, ...]:
-        """The matmuls that run in fp8."""
+        """The matmuls that run in the format of the recipe."""
         return tuple(x for x in self.matmuls if not x.reason)
 
     @property
@@ -109,27 +110,28 @@ class Fp8View(Result):
 
     @property
     def share(self) -> float:
-        """The share of all these operations that run in fp8, from 0 to 1."""
+        """The share of all these operations that are changed, from 0 to 1."""
         total = sum(x.flops for x in self.matmuls)
         return sum(x.flops for x in self.changed) / total if total else 0.0
 
     def tables(self) -> Sequence[Table]:
-        """Returns the share, and the matmuls with the reason against fp8."""
+        """Returns the share, and the matmuls with the reason against a change."""
         total = sum(x.flops for x in self.matmuls) or 1
+        low = "×".join(dict.fromkeys(x.format for x in self.matmuls))
         rows = [
             (
                 x.param or x.scope or short_source(x.source),
                 "×".join(map(str, x.shape)),
                 str(x.times),
                 percent(x.flops / total),
-                x.reason or "fp8",
+                x.reason or x.format,
             )
             for x in self.matmuls
         ]
         if not rows:
             return [Table.text("No matmuls that fp8 could change.")]
-        head = "parameter, or place", "shape", "times", "FLOPs", "fp8, or why not"
-        share = f"{percent(self.share)} of the forward matmul operations run in fp8."
+        head = "parameter, or place", "shape", "times", "FLOPs", f"{low}, or why not"
+        share = f"{percent(self.share)} of the forward matmul operations run in {low}."
         return [Table(head, rows, share, frozenset({2, 3}))]
 
 

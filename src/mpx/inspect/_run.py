@@ -36,6 +36,7 @@ from mpx.inspect._equations import (
     Axes,
     Numbers,
     is_decision,
+    is_rounding,
     join,
     low_format,
     mapped_axes,
@@ -185,7 +186,8 @@ class Run:
             return getattr(self, f"_{name}")(eqn, operands, around)
         if name == "shard_map" and not around.axes:
             return self._shard_map(eqn, operands, around)
-        body = None if name in ("pallas_call", "shard_map") else called(eqn)
+        is_whole = name in ("pallas_call", "shard_map") or is_rounding(eqn)
+        body = None if is_whole else called(eqn)
         if body is not None:
             return self(body, operands, around)
         if not eqn.outvars:  # a print, say
@@ -444,9 +446,9 @@ def _ends(x: np.ndarray) -> tuple[float, float]:
 
 def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
     """Returns what is known of a result; of a value without a local one, its range."""
-    if not is_float(own):
+    if not is_float(shadow):
         return Stats()
-    a = np.asarray(widened(own))
+    a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
     s = a if own is shadow else np.asarray(widened(shadow))
     stats = Stats(_classes(a), own=_ends(a), zeros=bool(np.any(a == 0)))
     stats.shadow_classes = stats.classes if s is a else _classes(s)

@@ -1,0 +1,230 @@
+"""Matmuls whose numbers are scaled in blocks along the sum: MXFP8 and NVFP4.
+
+With `codes · scale · whole ≈ matrix` the three products are those of `_dot.py`. A matrix has
+its blocks along the axis that is summed over, so that each is quantised twice. The products
+of the backward pass are those of other blocks than the forward one's, but for weights of
+NVFP4: their blocks are square, and so the same in both.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from mpx._fp8._operands import (
+    DTYPES,
+    MatmulSpec,
+    as_bytes,
+    differentiable_once,
+    largest_magnitude,
+    power_of_two_scale,
+    quantize,
+)
+from mpx._fp8._recipes import MXFP8, NVFP4, Recipe
+from mpx._fp8._rounding import E2M1, mpx_round, noise_of, to_e4m3
+from mpx._jax._devices import gpu_capability
+
+_E8M0 = np.dtype(jnp.float8_e8m0fnu)
+
+
+class Blocks(NamedTuple):
+    """A matrix whose rows are cut into blocks.
+
+    Attributes:
+        codes: 8-bit or 4-bit numbers, (rows, columns).
+        scale: One number for the columns of a block, e8m0 or e4m3, (rows, blocks).
+        whole: The f32 scale of the matrix; `None` for 1.
+    """
+
+    codes: Array
+    scale: Array
+    whole: Array | None = None
+
+
+def to_blocks(recipe: Recipe, role: str, x: Array) -> Blocks:
+    """Quantises an activation, a weight or a gradient along its last axis."""
+    if isinstance(recipe, NVFP4):
+        return _to_nv(recipe, role, x)
+    # An MX block stands for `codes · 2**(e8m0 - 127)`. The scale is rounded up, so that
+    # nothing is clipped; rounded down, as the OCP text has it, training can diverge
+    # (arXiv:2506.08027).
+    form, (rows, columns) = recipe.form(role), x.shape
+    blocks = x.reshape(rows, columns // MXFP8.multiple, MXFP8.multiple)
+    scale = power_of_two_scale(largest_magnitude(blocks, (2,)), form)
+    codes = quantize(blocks, scale, form, clip=False).reshape(rows, columns)
+    return Blocks(codes, scale[..., 0].astype(_E8M0))
+
+
+# --- NVFP4 ----------------------------------------------------------------------------
+# arXiv:2509.25149: e2m1 numbers, an e4m3 scale for 16 of them and an f32 scale for all. The
+# largest magnitude of the matrix becomes 6 · 448, the product of the largest numbers.
+
+_SIZE = NVFP4.multiple
+_SIGNS = (1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, 1, 1, -1, 1, -1)  # drawn once
+
+
+def _to_nv(recipe: NVFP4, role: str, x: Array) -> Blocks:
+    (rows, columns), dithered = x.shape, recipe.is_dithered(role)
+    tall = _SIZE if role == "weight" and recipe.weight_blocks == "2d" else 1
+    tiles = x.astype(jnp.float32).reshape(rows // tall, tall, columns // _SIZE, _SIZE)
+    peaks = largest_magnitude(tiles, (1, 3))
+    amax = jnp.max(peaks)
+    usable = (amax > 0) & (amax < jnp.inf)
+    tiny = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
+    whole = jnp.where(usable, jnp.maximum(amax * np.float32(1 / (6 * 448)), tiny), 1.0)
+    inverse = 1 / whole
+    # The paper rounds all scales to nearest, and clips. A clipped gradient would not be
+    # right on average: where it is rounded stochastically its scale is rounded up.
+    scale = jnp.minimum(peaks * inverse * np.float32(1 / 6), 448.0)
+    scale = to_e4m3(scale, up=dithered)
+    # A block of zeros may have a scale of zero, and e2m1 has no inf and no nan.
+    scale = jnp.where(peaks < jnp.inf, scale, jnp.nan)
+    factor = jnp.where(scale == 0, 0.0, 1 / scale)
+    noise = noise_of(x).reshape(tiles.shape) if dithered else None
+    codes = mpx_round(tiles * inverse * factor, noise, "e2m1").reshape(x.shape)
+    scale = jnp.broadcast_to(scale[..., 0], (*tiles.shape[:2], columns // _SIZE))
+    return Blocks(codes, scale.reshape(rows, -1).astype(DTYPES["e4m3"]), whole)
+
+
+@functools.cache
+def _rotation() -> np.ndarray:
+    """Returns an orthogonal matrix of ±1/4: random signs, then Hadamard's matrix."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < _SIZE:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.diag(_SIGNS) @ matrix / 4
+
+
+def rotated(x: Array) -> Float32[Array, "rows columns"]:
+    """Rotates each 16 columns, which spreads an outlier over all of them.
+
+    The rotation of both operands of a product cancels out in its sum.
+    """
+    pieces = x.astype(jnp.float32).reshape(len(x), -1, _SIZE)
+    # Both are exact in TF32, too.
+    matrix = jnp.asarray(_rotation(), jnp.float32)
+    return (pieces @ matrix).reshape(x.shape)
+
+
+# --- Products -------------------------------------------------------------------------
+
+
+def from_blocks(blocks: Blocks, dtype: np.dtype) -> Array:
+    """Returns `codes · scale`, rounded to `dtype`.
+
+    For e2m1 that is exact in bf16, f16 and f32: such a product has six significant bits.
+    """
+    (rows, columns), count = blocks.codes.shape, blocks.scale.shape[1]
+    # The barrier: without it XLA on a GPU takes the two casts for none.
+    codes, scale = lax.optimization_barrier((blocks.codes, blocks.scale))
+    wide = codes.astype(jnp.float32).reshape(rows, count, columns // count)
+    wide = wide * scale.astype(jnp.float32)[..., None]
+    return wide.reshape(rows, columns).astype(dtype)
+
+
+def is_native() -> bool:
+    """Returns whether the default device multiplies blocks: Blackwell or later."""
+    found = gpu_capability()
+    return isinstance(found, tuple) and found >= (10, 0)
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Raises a `NotImplementedError` where blocks would be slower than bf16."""
+    if isinstance(recipe, MXFP8 | NVFP4) and not recipe.emulate and not is_native():
+        name = type(recipe).__name__
+        raise NotImplementedError(
+            f"{name} needs the block-scaling units of a Blackwell GPU (compute capability "
+            "10 or later), and the default device has none: it would be slower than "
+            f"bf16. Use `CurrentScaling()`, or `{name}(emulate=True)` to study its "
+            "numbers."
+        )
+
+
+def _emulated(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
+    return lax.dot_general(
+        from_blocks(a, dtype),
+        from_blocks(b, dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _multiply(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
+    """Returns `a @ b.T`; both have their blocks along the sum."""
+    if is_native():
+        operands = (x[None] for x in (a.codes, b.codes, a.scale, b.scale))
+        wanted = jnp.dtype(dtype if a.whole is None else np.float32)
+        out = jax.nn.scaled_matmul(*operands, preferred_element_type=wanted)[0]
+    else:
+        # Exact in f32: a number of a block has at most six significant bits. XLA for
+        # CPUs has no batched product of bf16 numbers with an f32 result.
+        numbers = np.dtype(np.float32) if dtype == np.float16 else dtype
+        out = lax.platform_dependent(
+            a,
+            b,
+            cpu=functools.partial(_emulated, dtype=np.dtype(np.float32)),
+            default=functools.partial(_emulated, dtype=numbers),
+        )
+    for x in (a, b):
+        out = out if x.whole is None else out * x.whole
+    return out.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> Array:
+    """Returns `x @ w.T` for an activation (m, k) and a weight (n, k)."""
+    return _forward(recipe, dtype, x, w)[0]
+
+
+def _forward(
+    recipe: Recipe, dtype: np.dtype, x: Array, w: Array
+) -> tuple[Array, tuple[Blocks, Blocks]]:
+    x, w = differentiable_once((x, w))
+    made = functools.partial(to_blocks, recipe)
+    out = _multiply(made("activation", x), made("weight", w), dtype)
+    # The backward products sum along the other axes: they need blocks of their own.
+    saved = made("activation", _summed_over_rows(recipe, x)), made("weight", w.T)
+    return out, as_bytes(saved)
+
+
+def _summed_over_rows(recipe: Recipe, x: Array) -> Array:
+    """Returns an operand of the product for the weight's gradient, transposed."""
+    return rotated(x.T) if isinstance(recipe, NVFP4) and recipe.hadamard else x.T
+
+
+def _backward(
+    recipe: Recipe, dtype: np.dtype, residuals: tuple[Blocks, Blocks], grad: Array
+) -> tuple[Array, Array]:
+    is_nv = isinstance(recipe, NVFP4)
+    kind, scales = (E2M1, DTYPES["e4m3"]) if is_nv else (DTYPES["e4m3"], _E8M0)
+    as_dtype = lax.bitcast_convert_type
+    x, w = (
+        Blocks(as_dtype(b.codes, kind), as_dtype(b.scale, scales), b.whole)
+        for b in residuals
+    )
+    dx = _multiply(to_blocks(recipe, "grad", grad), w, dtype)
+    turned = _summed_over_rows(recipe, grad)
+    dw = _multiply(to_blocks(recipe, "grad", turned), x, dtype)
+    return differentiable_once((dx, dw))
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def block_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
+    """Returns a `dot_general` computed from blocks; operands become matrices."""
+    matrices, shapes = list[Any](), list[int]()
+    for side, x in enumerate((lhs, rhs)):
+        free = spec.free_axes(side, x.ndim)
+        shape = [x.shape[axis] for axis in free]
+        ordered = lax.transpose(x, (*free, *spec.dimensions[0][side]))
+        matrices.append(ordered.reshape(math.prod(shape), -1))
+        shapes += shape
+    x, w = matrices if spec.weight_side == 1 else reversed(matrices)
+    out: Array = _matmul(spec.recipe, spec.dtype, x, w)
+    return (out if spec.weight_side == 1 else out.T).reshape(shapes)

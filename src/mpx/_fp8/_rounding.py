@@ -1,0 +1,71 @@
+"""Rounding to int8 and e2m1, to nearest or stochastically, and their scales.
+
+Functions under `fp8` have no random key. The random bits are a hash of each number and its
+index, so a step that is run again, or computed again under remat, rounds in the same way.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from mpx._quant._codecs import random_bits
+
+E2M1 = np.dtype(jnp.float4_e2m1fn)
+_DTYPES = {"int8": np.dtype(np.int8), "e2m1": E2M1}
+_LARGEST = {"int8": 127, "e2m1": 6}
+_TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
+
+
+def integer_scale(amax: Array) -> Float32[Array, "..."]:
+    """Returns `amax / 127`, at least 2⁻¹²⁶.
+
+    An integer cannot be inf or nan. Where a row holds one of them, its scale is one.
+    """
+    # XLA replaces a division by this product in some programs only: ties would differ.
+    return jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)
+
+
+def noise_of(x: Array) -> Float32[Array, "..."]:
+    """Returns a pseudo-random number between 0 and 1 for each element.
+
+    They are odd multiples of 2⁻¹⁷, which are exact when added to an integer below 128: an
+    integer stays that integer, and a fraction is off by at most 2⁻¹⁷ on average.
+    """
+    seed = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    high = (random_bits(x.shape, seed) >> np.uint32(16)).astype(jnp.int32)
+    return (high.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-16)
+
+
+# Not inlined: `mpx.inspect.explain` knows it by its name, and leaves it out in f32.
+@functools.partial(jax.jit, static_argnums=2)
+def mpx_round(x: Array, noise: Array | None, form: str) -> Array:
+    """Returns the codes of scaled numbers: the nearest ones, or by `noise` one beside."""
+    largest = np.float32(_LARGEST[form])
+    # A number times a rounded inverse may exceed the range by an ulp.
+    size = jnp.minimum(jnp.abs(x), largest)
+    step = jnp.ones((), jnp.float32)
+    if form == "e2m1":  # 0, ½, 1, 1½, 2, 3, 4, 6
+        step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    size /= step
+    size = jnp.round(size) if noise is None else jnp.floor(size + noise)
+    size *= step
+    return jnp.where(x < 0, -size, size).astype(_DTYPES[form])
+
+
+def to_e4m3(x: Array, *, up: bool) -> Float32[Array, "..."]:
+    """Rounds f32 numbers from 0 to 448 to e4m3 numbers, to nearest or up.
+
+    Not by two casts: XLA takes them for none. Below 2⁻⁶ the numbers are multiples of 2⁻⁹.
+    """
+    fine = x * 512.0
+    small = jnp.ceil(fine) if up else jnp.round(fine)
+    if up:
+        bits = lax.bitcast_convert_type(x, jnp.uint32) + np.uint32(0xFFFFF)
+        normal = lax.bitcast_convert_type(bits & np.uint32(0xFFF00000), jnp.float32)
+    else:
+        normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    return jnp.where(fine < 8, small / 512.0, normal)
