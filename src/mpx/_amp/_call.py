@@ -289,9 +289,21 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
         for named, leaf in zip(traced.named, traced.arrays, strict=True)
     ]
     jaxpr, consts, arrays, *_ = traced
-    outs, _ = visitor.run(jaxpr, consts, arrays, facts, ambient_scopes())
     dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
-    return as_results(outs, jaxpr.outvars, dtypes)
+
+    def run() -> list[PyTree]:
+        outs, _ = visitor.run(jaxpr, consts, arrays, facts, ambient_scopes())
+        return as_results(outs, jaxpr.outvars, dtypes)
+
+    if not isinstance(visitor, Autocast) or visitor.residuals is None:
+        return run()
+    # It is loaded where it is asked for.
+    from mpx._amp._residuals import run_coded
+
+    params = [
+        x for x, (_, is_param) in zip(arrays, traced.named, strict=True) if is_param
+    ]
+    return run_coded(run, params, visitor.residuals)
 
 
 def parse_params(params: Any) -> tuple[int | str, ...] | None:
