@@ -730,6 +730,31 @@ BREAKS = [
         "fp8_delayed",
         "",
     ),
+    # --- residuals ---------------------------------------------------------------------
+    Break(
+        "small positive numbers become 0, and relu's derivative with them",
+        "_amp",
+        "jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)",
+        "numbers * 1.0",
+        "amp_residuals",
+        "signs_of_the_numbers",
+    ),
+    Break(
+        "parameters are coded",
+        "_amp",
+        'kept = Known((), kind == "param")',
+        "kept = self._root(var)",
+        "amp_residuals",
+        "parameters_are_not_coded",
+    ),
+    Break(
+        "exp is computed again from coded scores",
+        "_amp",
+        "sin cos square iota",
+        "sin cos square iota exp",
+        "amp_residuals",
+        "adds_less_than",
+    ),
     # --- inspect -----------------------------------------------------------------------
     Break(
         "zeros count as small numbers",

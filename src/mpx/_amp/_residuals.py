@@ -1,15 +1,14 @@
 """`amp(residuals=...)`: a forward pass that leaves 8-bit codes for the backward pass.
 
-JAX keeps every value that a derivative reads. Many follow from others: gelu of a matmul's
-result, a normed activation from the stream and its statistics. Here the roots of such values
-are kept, and the rest is computed again. A root is the result of an operation that is
-expensive (a matmul), that joins several large values (the residual stream), or that would turn
-the error of a code into a large one (exp, a comparison).
+JAX keeps every value that a derivative reads. Many follow from others, as gelu of a matmul's
+result does. Here their roots are kept, and the rest is computed again. A root is the result
+of an operation that is expensive (a matmul), that joins several large values (the residual
+stream), or that would turn the error of a code into a large one (exp, a comparison).
 
-The function, and the body of each loop and branch in it, becomes a `jax.custom_vjp`. Its
-forward pass runs the equations that it ran before, so that results do not change, and codes
-the roots. Its backward pass decodes a root where it is first read, and not before the
-gradient has arrived there: a barrier keeps XLA from decoding all of them at once.
+The function, and the body of each loop in it, becomes a `jax.custom_vjp`. Its forward pass
+runs the equations that it ran before, and codes the roots. Its backward pass decodes a root
+where it is first read, and not before the gradient has arrived there: a barrier keeps XLA
+from decoding all of them at once.
 """
 
 import contextlib
@@ -92,13 +91,9 @@ def _spread(scale: Array, size: int) -> Array:
 _EXACT = "mpx.exact"  # the scope of operations, and the name of values, that stay as they are
 _SIGNED = frozenset(
     names(
-        "reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy"
-    )
-    + names(
-        "copy_p slice rev stop_gradient sharding_constraint reshard mesh_cast pvary"
-    )
-    + names(
-        "pcast optimization_barrier pad concatenate split reduce_precision neg max min"
+        "reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy "
+        "copy_p slice rev stop_gradient sharding_constraint reshard mesh_cast pvary pcast "
+        "optimization_barrier pad concatenate split reduce_precision neg max min"
     )
 )
 _STEPS = frozenset(names("eq ne lt le gt ge sign is_finite"))
@@ -133,9 +128,7 @@ class Search:
         self.maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._known: dict[Any, Known] = dict.fromkeys(jaxpr.constvars, Known())
         self._zeros: set[Any] = set()
-        self._compared: set[Any] = (
-            set()
-        )  # roots, since a derivative asks for their signs
+        self._compared: set[Any] = set()  # Their signs are asked: they are roots.
         for var, kind in zip(jaxpr.invars, kinds, strict=True):
             kept = Known((), kind == "param")
             self._known[var] = self._root(var) if kind == "data" else kept
