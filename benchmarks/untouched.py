@@ -7,10 +7,10 @@
 FOLDER has the clones of the models that are on no package index; the script prints the
 commands for those that are missing. Every mode trains the same model on the same data, in
 a process of its own: `f32` (matmuls in TF32), `own` (the model's bf16 option or, if it has
-none, parameters and inputs that are cast by hand), `amp`, `residuals` (amp with 8-bit
-residuals), `fp8` (around amp), `flash` (amp with bf16 parameters and compressed AdamW), `all` (fp8 and flash), `release` (all, with
-gradient release). Without `--seeds` it only times; with them it trains `--train` steps
-for each. `--json FILE` writes what was measured.
+none, parameters and inputs that are cast by hand), `amp`, `residuals` (amp with residuals
+in int8), `fp8` (around amp), `flash` (amp with bf16 parameters and compressed AdamW), `all`
+(fp8 and flash), `release` (all, with gradient release). Without `--seeds` it only times;
+with them it trains `--train` steps for each. `--json FILE` writes what was measured.
 """
 
 import functools

@@ -753,7 +753,7 @@ BREAKS = [
         "sin cos square iota",
         "sin cos square iota exp",
         "amp_residuals",
-        "adds_less_than",
+        "exp_is_kept",
     ),
     # --- inspect -----------------------------------------------------------------------
     Break(

@@ -290,20 +290,17 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     ]
     jaxpr, consts, arrays, *_ = traced
     dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
-
-    def run() -> list[PyTree]:
-        outs, _ = visitor.run(jaxpr, consts, arrays, facts, ambient_scopes())
-        return as_results(outs, jaxpr.outvars, dtypes)
-
-    if not isinstance(visitor, Autocast) or visitor.residuals is None:
-        return run()
+    given = jaxpr, consts, arrays, facts, ambient_scopes()
+    form: str | None = getattr(visitor, "residuals", None)
+    if form is None:
+        return as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)
     # It is loaded where it is asked for.
     from mpx._amp._residuals import run_coded
 
-    params = [
-        x for x, (_, is_param) in zip(arrays, traced.named, strict=True) if is_param
-    ]
-    return run_coded(run, params, visitor.residuals)
+    pairs = zip(arrays, traced.named, strict=True)
+    params = [x for x, (_, is_param) in pairs if is_param]
+    run = lambda: as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)  # noqa: E731
+    return run_coded(run, params, form)
 
 
 def parse_params(params: Any) -> tuple[int | str, ...] | None:

@@ -408,4 +408,4 @@ def _jumps(eqn: Equation) -> bool:
 
 
 def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", None), jnp.inexact)
+    return jnp.issubdtype(getattr(x, "dtype", np.bool_), jnp.inexact)
