@@ -42,6 +42,10 @@ FORMS: dict[str, tuple[type, float, float]] = {
     "e4m3": (jnp.float8_e4m3fn, FORMATS["e4m3"].max, FORMATS["e4m3"].smallest),
     "int8": (jnp.int8, 127.0, 1.0),
 }
+_once = compat.undifferentiable(
+    "`amp(residuals=...)` has no second derivatives: codes are constants to JAX. Take them "
+    "of `amp(func)` without `residuals`."
+)
 _BLOCK = 32
 _LEAST = 4096  # Smaller arrays are kept as they are.
 
@@ -53,12 +57,12 @@ class Coded(NamedTuple):
     scale: Array  # one for each block of the last axis, bf16
 
 
-def encode(x: Array, form: str) -> Coded:
-    """Returns an array in 8 bits; codes have the signs of the numbers, and only 0 becomes 0.
+def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
+    """Returns an array in 8 bits; only 0 becomes 0 if codes keep the signs of numbers.
 
-    The error is at most half a code, or one for numbers below half a code: 1/254 or 1/127 of
-    the largest number of a block in int8, 1/16 of each number in e4m3 that is not tiny. A
-    block with an inf or nan becomes nan.
+    The error is at most half a code: 1/254 of the largest number of a block in int8, 1/16 of
+    each number in e4m3 that is not tiny. Of a tiny number it is a whole code if signs are
+    kept. A block with an inf or nan becomes nan.
     """
     dtype, largest, smallest = FORMS[form]
     wide, size = x.astype(jnp.float32), x.shape[-1]
@@ -67,9 +71,9 @@ def encode(x: Array, form: str) -> Coded:
     peak = jnp.max(blocks.reshape(*x.shape[:-1], -1, _BLOCK), axis=-1)
     scale = jnp.maximum(peak / largest, FORMATS["bf16"].tiny).astype(jnp.bfloat16)
     numbers = wide / _spread(scale, size)
-    # A derivative may ask for the sign of a number, as that of relu does. A `select` would
-    # need constants of the shape of `x`, which a scan takes from outside, as arrays.
-    numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
+    if keeps_signs:
+        # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
+        numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
     if form == "int8":
         return Coded(jnp.round(numbers).astype(dtype), scale)
     return Coded(lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8), scale)
@@ -142,10 +146,16 @@ class Search:
         for var, eqn in self.maker.items():
             self._known[var] = self._follow(eqn, var)
 
-    def roots(self, wanted: Sequence[Any]) -> dict[Any, bool]:
-        """Returns what to keep so that values can be computed again, and if it is coded."""
-        found = (root for atom in wanted for root in self._read(atom).roots)
-        return {root: not self._known[root].is_exact for root in found}
+    def roots(self, wanted: Sequence[Any]) -> list[Any]:
+        """Returns what to keep so that values can be computed again."""
+        return [*dict.fromkeys(x for atom in wanted for x in self._read(atom).roots)]
+
+    def kept(self, root: Any, x: Array, form: str) -> PyTree:
+        """Returns the value of a root in the form in which it is kept."""
+        if self._known[root].is_exact:
+            return x
+        # Tiny numbers of which no sign is asked become 0: those of a softmax add up.
+        return encode(_once(x), form, keeps_signs=root in self._compared)
 
     def _is_zero(self, atom: Any) -> bool:
         return atom in self._zeros if _is_var(atom) else not np.any(atom.val)
@@ -204,11 +214,6 @@ def _can_code(aval: Aval) -> bool:
 
 # --- The two passes -------------------------------------------------------------------
 
-_once = compat.undifferentiable(
-    "`amp(residuals=...)` has no second derivatives: codes are constants to JAX. Take them "
-    "of `amp(func)` without `residuals`."
-)
-
 
 def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Values]:
     """Returns a closed jaxpr as a function whose backward pass reads codes."""
@@ -235,8 +240,8 @@ def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Valu
         roots, inputs = search.roots(wanted), [*new.constvars, *new.invars]
         whole = compat.jaxpr_of(inputs, [*new.outvars[:count], *roots], list(new.eqns))
         outs = compat.eval_jaxpr(whole, (), *consts, *args)
-        pairs = zip(outs[count:], roots.values(), strict=True)
-        kept = [encode(_once(x), form) if is_coded else x for x, is_coded in pairs]
+        pairs = zip(roots, outs[count:], strict=True)
+        kept = [search.kept(root, x, form) for root, x in pairs]
         # Data, such as the carry of a loop, is a root or not needed.
         pairs = zip(kinds, args, strict=True)
         given = [None if kind == "data" else x for kind, x in pairs]
