@@ -43,7 +43,7 @@ PREDICTED = {
     "f32": "f32",
     "amp-bf16": "amp bf16",
     "amp-f16": "amp f16",
-    "residuals": "amp bf16, int8 residuals",
+    "residuals": "amp, int8 residuals",
     "flash": "bf16 parameters, flash",
 }
 
