@@ -43,6 +43,7 @@ PREDICTED = {
     "f32": "f32",
     "amp-bf16": "amp bf16",
     "amp-f16": "amp f16",
+    "residuals": "amp, int8 residuals",
     "flash": "bf16 parameters, flash",
 }
 
@@ -79,8 +80,10 @@ MODES |= {
     "amp-bf16-check": Mode("bf16", "amp", "select"),
     "amp-f16": Mode("f16", "amp"),
     "amp-f16-check": Mode("f16", "amp", "select"),
-    # Attention one operation after the other, and bf16 parameters.
+    # Attention one operation after the other, 8-bit residuals, and bf16 parameters.
     "amp-keep": Mode("bf16", "amp", more="keep"),
+    "residuals": Mode("bf16", "amp", more="int8"),
+    "residuals-e4m3": Mode("bf16", "amp", more="e4m3"),
     "flash": Mode("bf16", "flash"),
     "cudnn-hand": Mode("bf16", more="cudnn"),
     "stats-bf16": Mode("bf16", "mpx", "select", "stats"),
@@ -125,7 +128,9 @@ def build_with_mpx(mode, task, optimizer):
     loss, policy = task.loss, mpx.Policy(compute_dtype=HALF[mode.dtype])
     if mode.library == "amp":
         attention = "keep" if mode.more == "keep" else "fuse"
-        loss = mpx.amp(loss, dtype=HALF[mode.dtype], attention=attention)
+        kept = mode.more if mode.more in ("int8", "e4m3") else None
+        dtype = HALF[mode.dtype]
+        loss = mpx.amp(loss, dtype=dtype, attention=attention, residuals=kept)
         policy = None
     value_and_grad = mpx.value_and_grad(loss, policy=policy)
     bf16 = mode.dtype == "bf16"

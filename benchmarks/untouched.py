@@ -7,10 +7,10 @@
 FOLDER has the clones of the models that are on no package index; the script prints the
 commands for those that are missing. Every mode trains the same model on the same data, in
 a process of its own: `f32` (matmuls in TF32), `own` (the model's bf16 option or, if it has
-none, parameters and inputs that are cast by hand), `amp`, `fp8` (around amp), `flash` (amp
-with bf16 parameters and compressed AdamW), `all` (fp8 and flash), `release` (all, with
-gradient release). Without `--seeds` it only times; with them it trains `--train` steps
-for each. `--json FILE` writes what was measured.
+none, parameters and inputs that are cast by hand), `amp`, `residuals` (amp with residuals
+in int8), `fp8` (around amp), `flash` (amp with bf16 parameters and compressed AdamW), `all`
+(fp8 and flash), `release` (all, with gradient release). Without `--seeds` it only times;
+with them it trains `--train` steps for each. `--json FILE` writes what was measured.
 """
 
 import functools
@@ -39,7 +39,7 @@ CLONES = {
     "vmoe": ("google-research/vmoe", "942a78b"),
     "vision_transformer": ("google-research/vision_transformer", "c6de1e5"),
 }
-MODES = ("f32", "own", "amp", "fp8", "flash", "all", "release")
+MODES = ("f32", "own", "amp", "residuals", "fp8", "flash", "all", "release")
 RATE = 3e-4
 WIDE = 8192  # rows and columns of the matmul whose rate is the limit; 256 on a CPU
 
@@ -287,7 +287,7 @@ def make_step(mode, task):
     if mode == "own":
         loss = task.own or by_hand(loss)
     elif mode != "f32":
-        loss = mpx.amp(loss)
+        loss = mpx.amp(loss, residuals="int8" if mode == "residuals" else None)
     if mode in ("fp8", "all", "release"):
         loss = mpx.fp8(loss)
     flash: Any = mpx.optim.flash_adamw(RATE, weight_decay=1e-4)

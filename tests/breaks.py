@@ -818,6 +818,39 @@ BREAKS = [
         "fp8_nvfp4",
         "same_weight",
     ),
+    # --- residuals ---------------------------------------------------------------------
+    Break(
+        "small positive numbers become 0, and relu's derivative with them",
+        "_amp",
+        "jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)",
+        "numbers * 1.0",
+        "amp_residuals",
+        "signs_of_the_numbers",
+    ),
+    Break(
+        "parameters are coded",
+        "_amp",
+        'kept = Known((), kind == "param")',
+        "kept = self._root(var)",
+        "amp_residuals",
+        "parameters_are_not_coded",
+    ),
+    Break(
+        "small weights of a softmax become codes that add up",
+        "_amp",
+        "keeps_signs=root in self._compared",
+        "keeps_signs=True",
+        "amp_residuals",
+        "do_not_add_up",
+    ),
+    Break(
+        "exp is computed again from coded scores",
+        "_amp",
+        "sin cos square iota",
+        "sin cos square iota exp",
+        "amp_residuals",
+        "exp_is_kept",
+    ),
     # --- inspect -----------------------------------------------------------------------
     Break(
         "explain rounds to int8 in f32",

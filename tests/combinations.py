@@ -88,8 +88,8 @@ def fp8(recipe: Any) -> Callable[[Any], Any]:
     return lambda f: mpx.fp8(mpx.amp(f, dtype="bf16"), recipe, min_gain=0)
 
 
-def under_amp(dtype: str) -> Callable[[Any], Any]:
-    return lambda f: mpx.amp(f, dtype=dtype)
+def under_amp(dtype: str, **options: Any) -> Callable[[Any], Any]:
+    return lambda f: mpx.amp(f, dtype=dtype, **options)
 
 
 # Inputs, weights, bias, sums and tanh on the way there, and as many on the way back, are
@@ -97,6 +97,8 @@ def under_amp(dtype: str) -> Callable[[Any], Any]:
 # numbers again for the gradient (e4m3), and what comes back to each layer (e5m2).
 BF16 = frozenset({"bfloat16"}), (2.0**-8,) * 12
 F16 = frozenset({"float16"}), (2.0**-11,) * 12
+# The hidden numbers and the error are kept in int8.
+CODED = BF16[0], BF16[1] + (1 / 127,) * 2
 FP8 = (
     frozenset({"float8_e4m3fn", "float8_e5m2"}),
     (2.0**-8,) * 12 + (2.0**-4,) * 5 + (2.0**-3,) * 2,
@@ -112,6 +114,7 @@ PRECISIONS = {
     "policy f16": Precision(*F16, policy="p=f32,c=f16,o=f32", is_scaled=True),
     "amp bf16": Precision(*BF16, under_amp("bf16")),
     "amp f16": Precision(*F16, under_amp("f16"), is_scaled=True),
+    "amp, int8 residuals": Precision(*CODED, under_amp("bf16", residuals="int8")),
     "fp8 current": Precision(*FP8, fp8(mpx.recipes.CurrentScaling())),
     "fp8 delayed": Precision(
         *FP8, fp8(mpx.recipes.DelayedScaling(history=4)), is_delayed=True

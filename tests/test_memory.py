@@ -39,6 +39,7 @@ def test_parameters_gradients_and_state_are_counted():
         "f32",
         "amp bf16",
         "amp f16",
+        "amp, int8 residuals",
         "bf16 parameters, flash",
         "the same with release",
     ]

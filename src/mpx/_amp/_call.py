@@ -289,9 +289,18 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
         for named, leaf in zip(traced.named, traced.arrays, strict=True)
     ]
     jaxpr, consts, arrays, *_ = traced
-    outs, _ = visitor.run(jaxpr, consts, arrays, facts, ambient_scopes())
     dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
-    return as_results(outs, jaxpr.outvars, dtypes)
+    given = jaxpr, consts, arrays, facts, ambient_scopes()
+    form: str | None = getattr(visitor, "residuals", None)
+    if form is None:
+        return as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)
+    # It is loaded where it is asked for.
+    from mpx._amp._residuals import run_coded
+
+    pairs = zip(arrays, traced.named, strict=True)
+    params = [x for x, (_, is_param) in pairs if is_param]
+    run = lambda: as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)  # noqa: E731
+    return run_coded(run, params, form)
 
 
 def parse_params(params: Any) -> tuple[int | str, ...] | None:

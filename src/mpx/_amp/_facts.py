@@ -268,6 +268,8 @@ class Settings(Transformation):
     reduce: Reduce = None
     # Whether attention that is recognised runs in one kernel, or is kept
     attention: Literal["fuse", "keep"] = "fuse"
+    # The format in which activations are kept for the backward pass; `None` for their own
+    residuals: str | None = None
     # The equation with a line of the user's whose body is visited
     caller: Equation = None
     in_loop: bool = False  # Whether the body of a scan is visited

@@ -79,6 +79,7 @@ class AmpKeywords(TypedDict, total=False):
     narrow_carry: bool
     reduce_dtype: DTypeLike | None
     attention: Literal["fuse", "keep"]
+    residuals: Literal["e4m3", "int8"] | None
 
 
 @overload
@@ -99,6 +100,7 @@ def amp(
     narrow_carry: bool = False,
     reduce_dtype: DTypeLike | None = None,
     attention: Literal["fuse", "keep"] = "fuse",
+    residuals: Literal["e4m3", "int8"] | None = None,
 ) -> Callable[..., PyTree]:
     """Runs a function in mixed precision, operation by operation.
 
@@ -136,9 +138,13 @@ def amp(
             norms and embeddings are sums in f32 anyway. For gradients taken outside `amp`.
         attention: `"fuse"` runs attention in cuDNN's kernel where it is recognised and
             that pays: see `mpx.inspect.report`. `"keep"` runs it as it is written.
+        residuals: `"int8"` or `"e4m3"` keeps activations for the backward pass in 8 bits,
+            with a scale for each 32 numbers, and computes what follows from them again.
+            Results do not change, gradients do: least with `"int8"`. By default
+            activations are kept in their own dtypes.
 
     Raises:
-        ValueError: If a dtype, a rule or `attention` is unknown; in a call, if a string
+        ValueError: If a dtype, a rule or another option is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
 
     Examples:
@@ -153,6 +159,10 @@ def amp(
         raise ValueError(
             f'`attention` must be "fuse" or "keep", but it is {attention!r}.'
         )
+    if residuals not in (None, "e4m3", "int8"):
+        raise ValueError(
+            f'`residuals` must be "e4m3", "int8" or `None`, but it is {residuals!r}.'
+        )
     autocast = functools.partial(
         autocast_for,
         None if dtype is None else as_compute_dtype(dtype),
@@ -161,6 +171,7 @@ def amp(
         rules=as_amp_rules(rules).keeping(parse_selectors(keep, "keep")),
         narrow_carry=narrow_carry,
         attention=attention,
+        residuals=residuals,
     )
     return _Decorator(_wrap, autocast) if func is None else _wrap(autocast, func)
 

@@ -189,6 +189,12 @@ class Fp8Function(Generic[P, R]):
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
                 f"decorator, but {func!r} was given."
             )
+        autocast = autocast_of(func)
+        if autocast is not None and autocast().residuals is not None:
+            raise ValueError(
+                "`fp8` keeps its operands in 8 bits itself, so the function under it takes "
+                "no `residuals`. Write `fp8(amp(func))`."
+            )
         functools.update_wrapper(self, func)
         self.func, self.chosen = func, chosen
         self._eager: dict[Any, Any] = {}

@@ -157,6 +157,8 @@ def _options(
     yield _option("f32", traced(inner, in_f32), chosen)
     yield _option("amp bf16", traced(amp(inner, "bf16"), in_f32), chosen)
     yield _option("amp f16", traced(amp(inner, "f16"), in_f32), chosen)
+    coded = amp(inner, "bf16", residuals="int8")
+    yield _option("amp, int8 residuals", traced(coded, in_f32), chosen)
     try:
         small = traced(amp(inner, "bf16"), in_bf16)
     except TypeError:

@@ -1,0 +1,416 @@
+"""`amp(residuals=...)`: a forward pass that leaves 8-bit codes for the backward pass.
+
+JAX keeps every value that a derivative reads. Many follow from others, as gelu of a matmul's
+result does. Here their roots are kept, and the rest is computed again. A root is the result
+of an operation that is expensive (a matmul), that joins several large values (the residual
+stream), or that would turn the error of a code into a large one (exp, a comparison).
+
+The function, and the body of each loop in it, becomes a `jax.custom_vjp`. Its forward pass
+runs the equations that it ran before, and codes the roots. Its backward pass decodes a root
+where it is first read, and not before the gradient has arrived there: a barrier keeps XLA
+from decoding all of them at once.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import PyTree
+
+from mpx._amp._facts import F32, LOW_DTYPES
+from mpx._jax import _compat as compat
+from mpx._jax._compat import Literal, eval_equation, open_jaxpr
+from mpx._jax._formats import FORMATS
+from mpx._program import HANDLERS
+from mpx._program import _interpreter as interpreter
+from mpx._program import _queries as queries
+from mpx._program._interpreter import Aval, Jaxpr, Op, Outcome, Values, types_of
+from mpx._program._queries import Equation, names
+
+# --- Codes ----------------------------------------------------------------------------
+
+# By name: the dtype of codes, the largest and the smallest positive one.
+FORMS: dict[str, tuple[type, float, float]] = {
+    "e4m3": (jnp.float8_e4m3fn, FORMATS["e4m3"].max, FORMATS["e4m3"].smallest),
+    "int8": (jnp.int8, 127.0, 1.0),
+}
+_once = compat.undifferentiable(
+    "`amp(residuals=...)` has no second derivatives: codes are constants to JAX. Take them "
+    "of `amp(func)` without `residuals`."
+)
+_BLOCK = 32
+_LEAST = 4096  # Smaller arrays are kept as they are.
+
+
+class Coded(NamedTuple):
+    """An array in 8 bits: `original ≈ codes · scale`."""
+
+    codes: Array  # integers: `jax.checkpoint` rounds what it saves, if it is a float
+    scale: Array  # one for each block of the last axis, bf16
+
+
+def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
+    """Returns an array in 8 bits; only 0 becomes 0 if codes keep the signs of numbers.
+
+    The error is at most half a code: 1/254 of the largest number of a block in int8, 1/16 of
+    each number in e4m3 that is not tiny. Of a tiny number it is a whole code if signs are
+    kept. A block with an inf or nan becomes nan.
+    """
+    dtype, largest, smallest = FORMS[form]
+    wide, size = x.astype(jnp.float32), x.shape[-1]
+    padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -size % _BLOCK, 0)]
+    blocks = lax.pad(jnp.abs(wide), np.float32(0), padding)
+    peak = jnp.max(blocks.reshape(*x.shape[:-1], -1, _BLOCK), axis=-1)
+    scale = jnp.maximum(peak / largest, FORMATS["bf16"].tiny).astype(jnp.bfloat16)
+    numbers = wide / _spread(scale, size)
+    if keeps_signs:
+        # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
+        numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
+    if form == "int8":
+        return Coded(jnp.round(numbers).astype(dtype), scale)
+    return Coded(lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8), scale)
+
+
+def decode(coded: Coded, form: str, dtype: np.dtype) -> Array:
+    """Returns the numbers of an array in 8 bits."""
+    wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
+    return (wide * _spread(coded.scale, wide.shape[-1])).astype(dtype)
+
+
+def _spread(scale: Array, size: int) -> Array:
+    wide = jnp.repeat(scale.astype(jnp.float32), _BLOCK, axis=-1)
+    return wide if wide.shape[-1] == size else wide[..., :size]
+
+
+# --- Which values are kept ------------------------------------------------------------
+
+_EXACT = "mpx.exact"  # the scope of operations, and the name of values, that stay as they are
+_SIGNED = frozenset(
+    names(
+        "reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy "
+        "copy_p slice rev stop_gradient sharding_constraint reshard mesh_cast pvary pcast "
+        "optimization_barrier pad concatenate split reduce_precision neg max min"
+    )
+)
+_STEPS = frozenset(names("eq ne lt le gt ge sign is_finite"))
+# Cheap, with results about as exact as the operands.
+_AGAIN = _SIGNED.union(
+    names("add sub mul div abs select_n clamp tanh logistic erf sin cos square iota"),
+    names("integer_pow and or not xor one_minus_square add_any"),
+)
+_CODED = _AGAIN.union(
+    queries.MATMULS, names("exp exp2 expm1 sqrt gather dynamic_slice")
+)
+# Large values that a result is computed again from: the derivative of a product reads them.
+_JOINED = {"mul": 4, "div": 4, "and": 4, "or": 4}
+_SMALL = 8  # A value is small beside one that has so many times more numbers.
+_DEEPEST = 100  # equations between a root and a value
+
+
+class Known(NamedTuple):
+    """What is known of a value; by default, of a constant."""
+
+    roots: tuple[Any, ...] = ()  # what it is computed from, besides arguments
+    is_param: bool = True  # whether parameters and constants alone enter
+    is_exact: bool = True  # whether it is the same if it is computed from decoded roots
+    is_signed: bool = False  # whether its sign is that of its root
+    depth: int = 0
+
+
+class Search:
+    """The roots of values of an open jaxpr, whose inputs are "param", "alive" or "data"."""
+
+    def __init__(self, jaxpr: Jaxpr, kinds: Sequence[str]) -> None:
+        self.maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._known: dict[Any, Known] = dict.fromkeys(jaxpr.constvars, Known())
+        self._zeros: set[Any] = set()
+        self._compared: set[Any] = set()  # Their signs are asked: they are roots.
+        for var, kind in zip(jaxpr.invars, kinds, strict=True):
+            kept = Known((), kind == "param")
+            self._known[var] = self._root(var) if kind == "data" else kept
+        for eqn in jaxpr.eqns:
+            name, is_zero = eqn.primitive.name, [*map(self._is_zero, eqn.invars)]
+            if name in ("broadcast_in_dim", "convert_element_type") and is_zero[0]:
+                self._zeros.update(eqn.outvars)
+            is_asked = name in ("sign", "abs") or any(is_zero)
+            if is_asked and (name in _STEPS or name in ("max", "min", "abs")):
+                self._compared.update(x for x in eqn.invars if _is_var(x))
+        for var, eqn in self.maker.items():
+            self._known[var] = self._follow(eqn, var)
+
+    def roots(self, wanted: Sequence[Any]) -> list[Any]:
+        """Returns what to keep so that values can be computed again."""
+        return [*dict.fromkeys(x for atom in wanted for x in self._read(atom).roots)]
+
+    def kept(self, root: Any, x: Array, form: str) -> PyTree:
+        """Returns the value of a root in the form in which it is kept."""
+        if self._known[root].is_exact:
+            return x
+        # Tiny numbers of which no sign is asked become 0: those of a softmax add up.
+        return encode(_once(x), form, keeps_signs=root in self._compared)
+
+    def _is_zero(self, atom: Any) -> bool:
+        return atom in self._zeros if _is_var(atom) else not np.any(atom.val)
+
+    def _read(self, atom: Any) -> Known:
+        return self._known[atom] if _is_var(atom) else Known()
+
+    def _root(self, var: Any, is_param: bool = False) -> Known:
+        """Returns what is known of a value that is kept if it is needed."""
+        eqn = self.maker.get(var)
+        is_coded = not is_param and _can_code(var.aval)
+        if is_coded and eqn is not None:
+            is_coded = eqn.primitive.name in _CODED
+            is_coded &= _EXACT not in compat.scopes_of(eqn)
+        return Known((var,), is_param, not is_coded, True)
+
+    def _follow(self, eqn: Equation, var: Any) -> Known:
+        name, read = eqn.primitive.name, [*map(self._read, eqn.invars)]
+        is_param, is_exact = (all(x[i] for x in read) for i in (1, 2))
+        inner = {x.primitive.name for x in queries.equations(eqn)} - {*queries.CALLS}
+        if name not in _AGAIN | _STEPS and not (inner and inner <= _AGAIN):
+            return self._root(var, is_param)
+        roots = tuple(dict.fromkeys(root for x in read for root in x.roots))
+        pairs = zip(eqn.invars, read, strict=True)
+        is_signed = all(x.is_signed or self._is_zero(atom) for atom, x in pairs)
+        is_signed &= len(roots) == 1
+        depth, is_step = 1 + max((x.depth for x in read), default=0), name in _STEPS
+        large = [x for x in roots if x.aval.size * _SMALL > var.aval.size]
+        if (
+            len(large) > _JOINED.get(name, 1)
+            or depth > _DEEPEST
+            # A comparison is one byte, also where it is made of random bits.
+            or (is_step and (large if is_exact else not is_signed))
+            or (name == "div" and not read[1].is_exact)
+            or (var in self._compared and roots and not is_signed)
+        ):
+            return self._root(var, is_param)
+        is_exact, is_signed = is_exact or is_step, is_signed and name in _SIGNED
+        return Known(roots, is_param, is_exact, is_signed, depth)
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _can_code(aval: Aval) -> bool:
+    """Returns whether 8 bits are possible and save a quarter at least."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype not in (F32, *LOW_DTYPES) or aval.size < _LEAST:
+        return False
+    if any(axis is not None for axis in aval.sharding.spec[-1:]):
+        return False  # JAX refuses to cut an axis that is sharded explicitly.
+    size = aval.size + 2 * math.prod(aval.shape[:-1]) * -(-aval.shape[-1] // _BLOCK)
+    return 4 * size <= 3 * aval.size * aval.dtype.itemsize
+
+
+# --- The two passes -------------------------------------------------------------------
+
+
+def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Values]:
+    """Returns a closed jaxpr as a function whose backward pass reads codes."""
+    run, count = compat.as_function(jaxpr), len(jaxpr.out_avals)
+    smooth = [i for i, aval in enumerate(jaxpr.out_avals) if _is_float(aval)]
+
+    def forward(*primals: Any) -> tuple[Values, Callable[..., PyTree]]:
+        args, structure = [x.value for x in primals], []
+        free = [i for i, x in enumerate(primals) if x.perturbed and _is_float(x.value)]
+
+        def linear(*args: PyTree) -> tuple[Values, Values]:
+            def call(*chosen: PyTree) -> tuple[Values, Values]:
+                full = dict(enumerate(args)) | dict(zip(free, chosen, strict=True))
+                outs = run(*full.values())
+                return [outs[i] for i in smooth], outs
+
+            given = [args[i] for i in free]
+            _, pushforward, outs = jax.linearize(call, *given, has_aux=True)
+            structure[:] = [jax.tree.structure(pushforward)]
+            return outs, jax.tree.leaves(pushforward)
+
+        new, consts = open_jaxpr(jax.make_jaxpr(linear)(*types_of(args)))
+        search, wanted = Search(new, kinds), new.outvars[count:]
+        roots, inputs = search.roots(wanted), [*new.constvars, *new.invars]
+        whole = compat.jaxpr_of(inputs, [*new.outvars[:count], *roots], list(new.eqns))
+        outs = compat.eval_jaxpr(whole, (), *consts, *args)
+        pairs = zip(roots, outs[count:], strict=True)
+        kept = [search.kept(root, x, form) for root, x in pairs]
+        # Data, such as the carry of a loop, is a root or not needed.
+        pairs = zip(kinds, args, strict=True)
+        given = [None if kind == "data" else x for kind, x in pairs]
+        types = types_of([args[i] for i in free])
+
+        def backward(kept: Values, cotangents: Values) -> tuple[PyTree, ...]:
+            chosen = [i for i in smooth if not isinstance(cotangents[i], SymbolicZero)]
+            arriving = [cotangents[i] for i in chosen]
+
+            def transposed(residuals: Values, cotangents: Values) -> PyTree:
+                push = jax.tree.unflatten(structure[0], residuals)
+                places = [smooth.index(i) for i in chosen]
+                outs = lambda *x: [push(*x)[i] for i in places]  # noqa: E731
+                return jax.linear_transpose(outs, *types)(cotangents)
+
+            residuals = [atom.aval for atom in wanted]
+            program = jax.make_jaxpr(transposed)(residuals, arriving)
+            known = dict(zip([*inputs, *roots], kept, strict=True))
+            grads = _Again(search.maker, known, form).run(program, wanted, arriving)
+            found = dict(zip(free, grads, strict=True))
+            return tuple([found.get(i) for i in range(len(args))])
+
+        return outs[:count], jax.tree_util.Partial(backward, [*consts, *given, *kept])
+
+    call = jax.custom_vjp(lambda *args: run(*args))
+    call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
+    return call
+
+
+@dataclasses.dataclass
+class _Again:
+    """A backward pass: values of the forward pass are computed again where they are read."""
+
+    maker: Mapping[Any, Equation]
+    known: dict[Any, PyTree]  # what is kept, decoded or computed; `None` if nothing is
+    form: str
+
+    def run(self, program: Jaxpr, wanted: Sequence[Any], arriving: Values) -> Values:
+        """Runs a jaxpr whose inputs are wanted values and the cotangents that arrive."""
+        body, consts = open_jaxpr(program)
+        source = dict(zip(body.invars, wanted, strict=False))
+        # For a value of this pass, one in memory that it is computed from.
+        after = dict(zip(body.invars[len(wanted) :], arriving, strict=True))
+        env = after | dict(zip(body.constvars, consts, strict=True))
+
+        def read(atom: Any, arrived: PyTree = None) -> PyTree:
+            if not _is_var(atom):
+                return atom.val
+            return self.value(source[atom], arrived) if atom in source else env[atom]
+
+        for eqn in body.eqns:
+            found = (after[x] for x in eqn.invars if _is_var(x) and x in after)
+            arrived = next(found, None)
+            outs = eval_equation(eqn, [read(x, arrived) for x in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive.name in _STORED:
+                after.update(zip(eqn.outvars, outs, strict=True))
+            elif arrived is not None:
+                after.update(dict.fromkeys(eqn.outvars, arrived))
+        return [*map(read, body.outvars)]
+
+    def value(self, atom: Any, arrived: PyTree) -> PyTree:
+        """Returns a value of the forward pass, once another one has arrived."""
+        if not _is_var(atom):
+            return atom.val
+        found = self.known.get(atom)
+        if isinstance(found, Coded):
+            # Also where nothing has arrived: XLA takes a cast and its inverse for none.
+            coded, _ = lax.optimization_barrier((found, arrived))
+            self.known[atom] = decode(coded, self.form, atom.aval.dtype)
+        elif found is None:
+            eqn = self.maker[atom]
+            outs = eval_equation(eqn, [self.value(x, arrived) for x in eqn.invars])
+            self.known.update(zip(eqn.outvars, outs, strict=True))
+        return self.known[atom]
+
+
+# --- The whole function ---------------------------------------------------------------
+
+_BODIES = names("scan cond shard_map")
+# Their derivatives are kernels or rules of the user's, of which nothing is known.
+_OPAQUE = (*queries.ATTENTION, *queries.CROSS_ENTROPY, "custom_vjp_call")
+_STORED = (*queries.MATMULS, *queries.ATTENTION, *queries.CROSS_ENTROPY, *_BODIES)
+# They, or their derivatives, jump.
+_JUMPS = frozenset(
+    names("eq ne lt le gt ge sign max min abs floor ceil round sort top_k")
+)
+
+
+def run_coded(run: Callable[[], Values], params: Sequence[PyTree], form: str) -> Values:
+    """Runs a function of no arguments, such that its backward pass reads 8-bit codes.
+
+    It closes over its inputs, among which are parameters, which are alive anyway.
+    """
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)())
+    known = set(map(id, params))
+    kinds = ["param" if id(x) in known else "alive" for x in consts]
+    body = compat.jaxpr_of([*jaxpr.constvars], [*jaxpr.outvars], [*jaxpr.eqns])
+    return _Coder(form=form).run(body, (), consts, kinds, ())[0]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Coder(interpreter.Visitor):
+    """Makes functions of bodies; a fact is the kind of a value: see `Search`."""
+
+    unknown: ClassVar[str] = "data"
+    form: str
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Any, args: Any, facts: Any, scopes: Any
+    ) -> Outcome:
+        count, inputs = len(consts), [*consts, *args]
+
+        def inlined(*args: PyTree) -> Values:
+            outs, _ = self.inline(jaxpr, args[:count], args[count:], facts, scopes)
+            return interpreter.as_results(outs, jaxpr.outvars)
+
+        traced = jax.make_jaxpr(inlined)(*types_of(inputs))
+        outs = _custom(traced, (*["alive"] * count, *facts), self.form)(*inputs)
+        return list(outs), [self.unknown] * len(outs)
+
+    def inline(self, *given: Any) -> Outcome:
+        """Evaluates a jaxpr as a part of the one around it."""
+        return super().run(*given)
+
+    def literal_fact(self, atom: Any) -> str:
+        return "param"
+
+    def fact_inside(self, fact: str, var: Any, kind: interpreter.Kind) -> str:
+        return fact if kind in ("operand", "slice") else self.unknown
+
+    def equation(self, op: Op) -> Outcome:
+        (eqn, values, facts, scopes), name = op, op.eqn.primitive.name
+        if name in ("jit", "pjit") and _is_plain(eqn):
+            return self.inline(*open_jaxpr(eqn.params["jaxpr"]), values, facts, scopes)
+        if name == "scan":
+            # Its constants are kept once, by the function around it.
+            count, _ = compat.scan_sizes(eqn.params)
+            kept = ["alive" if x == "data" else x for x in facts[:count]]
+            op = op._replace(facts=kept + facts[count:])
+        if name in (*_BODIES, "jit", "pjit"):
+            return HANDLERS[name](self, op)
+        scope = contextlib.nullcontext()
+        if name in _OPAQUE or (name in queries.REMAT and _jumps(eqn)):
+            mark = lambda x: checkpoint_name(x, _EXACT) if _is_float(x) else x  # noqa: E731
+            pairs = zip(interpreter.arrays_of(values), facts, strict=True)
+            values = [mark(x) if fact == "data" else x for x, fact in pairs]
+            scope = jax.named_scope(_EXACT)
+        with scope:
+            outs = eval_equation(eqn, values)
+        is_param = all(fact == "param" for fact in facts)
+        return outs, ["param" if is_param else self.unknown] * len(outs)
+
+
+def _is_plain(eqn: Equation) -> bool:
+    """Returns whether a jitted function can be inlined: it asks for no shardings."""
+    asked = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(x is compat.unspecified_sharding() for x in asked)
+
+
+def _jumps(eqn: Equation) -> bool:
+    """Returns whether a body compares large arrays; softmax has a largest of -inf and them."""
+    is_inf = lambda x: not (_is_var(x) or np.all(np.isfinite(x.val)))  # noqa: E731
+    is_large = lambda x: _is_float(x.aval) and x.aval.size >= _LEAST  # noqa: E731
+    found = (x for x in queries.equations(eqn) if x.primitive.name in _JUMPS)
+    return any(
+        any(map(is_large, x.invars)) and not any(map(is_inf, x.invars)) for x in found
+    )
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", np.bool_), jnp.inexact)

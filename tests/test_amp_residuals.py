@@ -1,0 +1,604 @@
+"""`amp(residuals=...)`: what the backward pass needs, kept in 8 bits."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from models import equations, normal
+from mpx import amp
+from mpx._amp._residuals import FORMS, decode, encode
+
+BATCH, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 4, 32, 64, 256, 2, 2
+# The largest error of a code, as a share of the largest number of its block, or of itself.
+LARGEST = {"int8": 1 / 127, "e4m3": 2.0**-4}
+
+
+def norm(x, gain):
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(x**2, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(variance + 1e-6) * gain[None, None]
+
+
+def block(p, x, activation):
+    h = norm(x, p["first"])
+    q, k, v = ((h @ p[n]).reshape(*x.shape[:2], HEADS, -1) for n in "qkv")
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.float32(np.sqrt(WIDTH / HEADS))
+    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+    x = x + mixed.reshape(x.shape) @ p["o"]
+    h = activation(norm(x, p["second"]) @ p["up"] + p["bias"][None, None])
+    return x + h @ p["down"]
+
+
+def layer_params(seed, *stacked):
+    sizes = {n: (WIDTH, WIDTH) for n in "qkvo"}
+    sizes |= {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    params = {
+        n: normal(seed + i, *stacked, *size) / np.float32(np.sqrt(size[0]))
+        for i, (n, size) in enumerate(sizes.items())
+    }
+    params["bias"] = normal(seed + 9, *stacked, HIDDEN) / 8
+    return params | {n: jnp.ones((*stacked, WIDTH)) for n in ("first", "second")}
+
+
+def loss_of(x):
+    return jnp.mean((x - 1) ** 2)
+
+
+def unrolled(p, x, activation=jax.nn.gelu):
+    for layer in p:
+        x = block(layer, x, activation)
+    return loss_of(x)
+
+
+def unrolled_remat(p, x):
+    for layer in p:
+        x = jax.checkpoint(block, static_argnums=2)(layer, x, jax.nn.gelu)
+    return loss_of(x)
+
+
+def scanned(p, x, wrap=lambda f: f):
+    step = wrap(lambda x, layer: (block(layer, x, jax.nn.gelu), None))
+    return loss_of(jax.lax.scan(step, x, p)[0])
+
+
+def mlp(p, x):
+    h = jax.nn.gelu(x @ p["up"] + p["bias"][None, None]) @ p["down"]
+    return loss_of(h)
+
+
+def gated(p, x):
+    h = norm(x, p["first"])
+    return loss_of((jax.nn.silu(h @ p["up"]) * (h @ p["gate"])) @ p["down"])
+
+
+def relu(p, x):
+    return unrolled(p, x, jax.nn.relu)
+
+
+def clipped(p, x):
+    return unrolled(p, x, lambda x: jnp.maximum(x, 0))
+
+
+LIST = [layer_params(10 * i) for i in range(LAYERS)]
+STACK = layer_params(0, LAYERS)
+MODELS: dict[str, Any] = {
+    "mlp": (mlp, LIST[0]),
+    "gated": (gated, LIST[0] | {"gate": normal(77, WIDTH, HIDDEN) / 8}),
+    "gelu": (unrolled, LIST),
+    "relu": (relu, LIST),
+    "maximum": (clipped, LIST),
+    "scan": (scanned, STACK),
+    "scan of remat": (functools.partial(scanned, wrap=jax.checkpoint), STACK),
+    "remat": (unrolled_remat, LIST),
+}
+X = normal(5, BATCH, LENGTH, WIDTH)
+every_model = pytest.mark.parametrize("name", MODELS)
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def distance(found, exact):
+    """The norm of the difference of two trees over that of the second."""
+    flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])  # noqa: E731
+    return np.linalg.norm(flat(found) - flat(exact)) / np.linalg.norm(flat(exact))
+
+
+def residuals(func, params, *args):
+    """Returns the types of what the forward pass leaves, without the arguments."""
+
+    def leaves(params, *args):
+        return jax.tree.leaves(jax.vjp(lambda p: func(p, *args), params)[1])
+
+    jaxpr = jax.make_jaxpr(leaves)(params, *args).jaxpr
+    made = {x for x in jaxpr.outvars if not hasattr(x, "val")} - {*jaxpr.invars}
+    return [x.aval for x in made]
+
+
+def nbytes(avals):
+    return sum(x.size * x.dtype.itemsize for x in avals)
+
+
+def coded(avals):
+    return [x for x in avals if x.dtype in (jnp.int8, jnp.uint8)]
+
+
+@functools.cache
+def gradients(name, form=None, dtype=jnp.bfloat16):
+    func, params = MODELS[name]
+    func = func if form == "f32" else amp(func, dtype, residuals=form)
+    return jax.jit(jax.value_and_grad(func))(params, X)
+
+
+# --- The codes ------------------------------------------------------------------------
+
+
+@every_form
+@pytest.mark.parametrize("keeps_signs", [True, False])
+@pytest.mark.parametrize("size", [32, 96, 197, 5])
+def test_error_of_a_code_is_bounded(form, size, keeps_signs):
+    x = normal(0, 50, size) * jnp.exp(3 * normal(1, 50, 1))
+    found = decode(encode(x, form, keeps_signs=keeps_signs), form, x.dtype)
+    peaks = np.repeat(
+        np.abs(np.pad(x, ((0, 0), (0, -size % 32)))).reshape(50, -1, 32).max(-1), 32, 1
+    )[:, :size]
+    # A bf16 scale is off by 2⁻⁹, so that the largest code is, too.
+    slack = 1 + 2.0**-8
+    smallest = FORMS[form][2] / FORMS[form][1] * peaks
+    unit = smallest / 2 if form == "int8" else np.abs(x) / 16
+    limit = np.where(np.abs(x) < smallest, smallest / (1 if keeps_signs else 2), unit)
+    assert np.all(np.abs(found - x) <= limit * slack)
+
+
+@every_form
+def test_codes_have_the_signs_of_the_numbers(form):
+    x = normal(0, 64, 64).at[0].set(0.0).at[1, 0].set(1e-30).at[2, 0].set(-1e-30)
+    found = decode(encode(x, form, keeps_signs=True), form, x.dtype)
+    assert np.array_equal(np.sign(found), np.sign(x))
+
+
+@pytest.mark.parametrize(
+    ("form", "bad"), [(x, y) for x in FORMS for y in (np.inf, -np.inf, np.nan)]
+)
+def test_block_with_a_number_that_is_not_finite_becomes_nan(form, bad):
+    x = normal(0, 2, 64).at[1, 40].set(bad)
+    found = decode(encode(x, form), form, x.dtype)
+    assert np.all(np.isnan(found[1, 32:]))
+    assert np.all(np.isfinite(found[:, :32]))
+
+
+@every_form
+def test_huge_and_tiny_blocks_keep_their_size(form):
+    x = normal(0, 3, 32) * jnp.array([[1e37], [1e-30], [0.0]])
+    found = np.asarray(decode(encode(x, form), form, x.dtype))
+    for row, exact in zip(found[:2], x[:2], strict=True):
+        size = np.max(np.abs(exact))
+        assert distance(row / size, exact / size) < LARGEST[form]
+    assert not np.any(found[2])
+
+
+# --- Gradients ------------------------------------------------------------------------
+
+
+@every_model
+@every_form
+def test_loss_is_that_of_amp_bit_for_bit(name, form):
+    assert gradients(name, form)[0] == gradients(name)[0]
+
+
+@every_model
+@every_form
+def test_gradients_are_off_by_less_than_one_code_more(name, form):
+    exact = gradients(name, "f32")[1]
+    before, after = (distance(gradients(name, x)[1], exact) for x in (None, form))
+    assert after != before
+    assert after < np.hypot(before, LARGEST[form])
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu", "maximum", "scan", "scan of remat"])
+def test_int8_adds_less_than_the_error_of_one_array(name):
+    exact, x = gradients(name, "f32")[1], normal(0, 100, 100)
+    before, after = (distance(gradients(name, y)[1], exact) for y in (None, "int8"))
+    assert after < np.hypot(
+        before, distance(decode(encode(x, "int8"), "int8", x.dtype), x)
+    )
+
+
+def test_int8_is_more_exact_than_e4m3():
+    exact = gradients("gelu", "f32")[1]
+    assert distance(gradients("gelu", "int8")[1], exact) < distance(
+        gradients("gelu", "e4m3")[1], exact
+    )
+
+
+def test_gradients_in_f16_agree():
+    exact, found = gradients("gelu", "f32")[1], None
+    with mpx._casting._context.gradient_function():
+        found = gradients("gelu", "int8", jnp.float16)[1]
+    assert distance(found, exact) < LARGEST["int8"]
+
+
+@pytest.mark.standard_promotion
+def test_training_ends_where_that_of_amp_ends(optimized_programs):
+    func, params = MODELS["gelu"]
+    optimizer = optax.adam(1e-2)
+
+    def train(func):
+        def step(carry, _):
+            params, state = carry
+            value, grads = jax.value_and_grad(func)(params, X)
+            updates, state = optimizer.update(grads, state)
+            return (optax.apply_updates(params, updates), state), value
+
+        carry = params, optimizer.init(params)
+        return jax.jit(lambda: jax.lax.scan(step, carry, length=60)[1])()
+
+    before, after = train(amp(func)), train(amp(func, residuals="int8"))
+    assert after[0] == before[0]
+    assert before[-1] < before[0] / 20
+    assert abs(after[-1] - before[-1]) < 0.02 * (before[0] - before[-1])
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@every_form
+def test_numbers_that_are_not_finite_reach_the_gradients(bad, form):
+    def loss(p, x):
+        h = x @ p["up"]
+        # Only the derivative for `down` reads it: the loss itself is finite.
+        h = h.at[0, 0, 0].set(bad)
+        out = jax.lax.stop_gradient(h) @ p["down"]
+        return jnp.sum(jnp.where(jnp.isfinite(out), out, 0.0))
+
+    def grad(form):
+        return jax.jit(jax.grad(amp(loss, residuals=form)))(LIST[0], X)["down"]
+
+    assert not np.all(np.isfinite(grad(None)))
+    assert not np.all(np.isfinite(grad(form)))
+
+
+# --- What is kept ---------------------------------------------------------------------
+
+
+@every_model
+def test_what_is_kept_has_less_bytes(name):
+    func, params = MODELS[name]
+    before = nbytes(residuals(amp(func), params, X))
+    after = nbytes(residuals(amp(func, residuals="int8"), params, X))
+    assert 0 < after < 0.6 * before
+
+
+def test_compiled_scan_needs_less_memory():
+    func, params = MODELS["scan"]
+
+    def temporary(form):
+        grad = jax.jit(jax.grad(amp(func, residuals=form)))
+        found = grad.lower(params, X).compile().memory_analysis()
+        return found.temp_size_in_bytes
+
+    assert temporary("int8") < 0.6 * temporary(None)
+
+
+def test_activation_that_several_matmuls_read_is_coded_once():
+    def loss(p, x):
+        h = jnp.tanh(x @ p["o"])
+        return sum(loss_of(h @ p[n]) for n in "qkv")
+
+    found = residuals(amp(loss, residuals="int8"), LIST[0], X)
+    sizes = [x.shape for x in coded(found)]
+    # That activation, and the results of three matmuls that are squared.
+    assert sizes == [X.shape] * 4
+
+
+def test_preactivation_is_kept_and_its_gelu_is_not():
+    found = residuals(amp(mlp, residuals="int8"), LIST[0], X)
+    hidden = [x for x in found if x.shape[-1:] == (HIDDEN,) and x.size >= 4096]
+    assert [x.dtype for x in hidden] == [jnp.int8]
+
+
+def test_product_is_computed_again_from_its_factors():
+    func, params = MODELS["gated"]
+    found = residuals(amp(func, residuals="int8"), params, X)
+    assert [x.shape[-1] for x in coded(found)].count(HIDDEN) == 2
+
+
+@pytest.mark.parametrize("name", ["gelu", "scan"])
+def test_parameters_are_not_coded(name):
+    func, params = MODELS[name]
+    found = residuals(amp(func, residuals="int8"), params, X)
+    shapes = {x.shape for x in jax.tree.leaves(params) if x.size >= 4096}
+    assert shapes
+    assert shapes.isdisjoint(x.shape for x in found)
+
+
+def test_parameters_computed_from_others_are_not_coded():
+    def loss(p, x):
+        w = p["q"] / jnp.sqrt(jnp.sum(p["q"] ** 2, axis=0, keepdims=True))
+        return loss_of(x @ (w @ p["k"]))
+
+    found = residuals(amp(loss, residuals="int8"), LIST[0], X)
+    assert [x.shape for x in coded(found)] == [X.shape]
+
+
+def test_small_arrays_are_kept_as_they_are():
+    func, params = MODELS["mlp"]
+    assert not coded(residuals(amp(func, residuals="int8"), params, X[:1, :8]))
+
+
+def test_exp_is_kept_and_its_operand_is_not():
+    def loss(p, x):
+        return jnp.sum(jnp.exp(4 * (x @ p["q"])))
+
+    found, exact = (
+        jax.jit(jax.grad(amp(loss, residuals=form)))(LIST[0], X)["q"]
+        for form in ("int8", None)
+    )
+    # Of operands up to 14, half a code of int8 is 0.055, and exp makes 5 % of that.
+    assert distance(found, exact) < LARGEST["int8"]
+
+
+def test_small_weights_of_a_softmax_do_not_add_up():
+    def loss(p, x):
+        weights = jax.nn.softmax(8 * (x @ p["up"]))
+        return jnp.mean((weights @ p["down"]) ** 2)
+
+    exact = jax.jit(jax.grad(loss))(LIST[0], X)
+    before, after = (
+        distance(jax.jit(jax.grad(amp(loss, residuals=form)))(LIST[0], X), exact)
+        for form in (None, "int8")
+    )
+    assert after < np.hypot(before, LARGEST["int8"])
+
+
+def test_scan_stacks_nothing_large_but_codes():
+    func, params = MODELS["scan"]
+    found = residuals(amp(func, residuals="int8"), params, X)
+    large = {str(x.dtype) for x in found if x.size >= LAYERS * X.size}
+    assert large == {"int8"}
+
+
+def test_mask_of_dropout_is_kept_and_its_random_bits_are_not():
+    def loss(p, x, key):
+        mask = jax.random.bits(key, x.shape) < np.uint32(0.9 * 2**32)
+        return loss_of(jnp.where(mask, x @ p["q"], 0.0) @ p["o"])
+
+    found = residuals(amp(loss, residuals="int8"), LIST[0], X, jax.random.key(0))
+    large = [x.dtype for x in found if x.size == X.size]
+    assert sorted(map(str, large)) == ["bool", "int8", "int8"]
+
+
+def test_statistics_and_user_rules_stay_exact():
+    @jax.custom_vjp
+    def shifted(x):
+        return x + 1
+
+    def forward(x):
+        return x + 1, (jnp.sum(x, axis=-1, keepdims=True) + x) * 2
+
+    def backward(kept, grad):
+        assert kept.dtype == jnp.float32
+        return (grad * kept,)
+
+    shifted.defvjp(forward, backward)
+
+    def loss(p, x):
+        return jnp.sum(shifted(x @ p["q"]))
+
+    found, exact = (
+        jax.jit(jax.grad(amp(loss, residuals=form)))(LIST[0], X)["q"]
+        for form in ("e4m3", None)
+    )
+    assert jnp.array_equal(found, exact)
+
+
+def test_remat_with_comparisons_keeps_its_input_exact():
+    def loss(p, x):
+        h = x @ p["q"]
+        step = jax.checkpoint(lambda h: jax.nn.relu(h @ p["up"]) @ p["down"])
+        return jnp.sum(h + step(h))
+
+    found, exact = (
+        jax.jit(jax.grad(amp(loss, residuals=form)))(LIST[0], X)
+        for form in ("e4m3", None)
+    )
+    assert jnp.array_equal(found["up"], exact["up"])
+
+
+# --- Transformations ------------------------------------------------------------------
+
+
+def test_second_derivatives_are_refused():
+    func, params = MODELS["mlp"]
+    low = amp(func, residuals="int8")
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        jax.grad(lambda p: jnp.sum(jax.grad(low)(p, X)["up"]))(params)
+
+
+def test_forward_mode_is_refused():
+    func, params = MODELS["mlp"]
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda p: amp(func, residuals="int8")(p, X), (params,), (params,))
+
+
+def test_vmap_gives_the_gradients_of_each_example():
+    func, params = MODELS["mlp"]
+    grad = jax.grad(amp(func, residuals="int8"))
+    xs = normal(6, 3, BATCH, LENGTH, WIDTH)
+    found = jax.jit(jax.vmap(grad, (None, 0)))(params, xs)
+    each = [jax.jit(grad)(params, x) for x in xs]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    assert distance(found, stacked) < 2.0**-8
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")])
+def test_sharded_arrays_give_the_same_gradients(spec):
+    func, params = MODELS["gelu"]
+    mesh = Mesh(jax.devices()[:4], "x")
+    x = jax.device_put(X, NamedSharding(mesh, spec))
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    value, grads = jax.jit(jax.value_and_grad(amp(func, residuals="int8")))(params, x)
+    # Sums over devices have another order.
+    assert abs(value - gradients("gelu")[0]) < 2.0**-9 * value
+    assert distance(grads, gradients("gelu", "int8")[1]) < LARGEST["int8"]
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_shard_map_gives_the_same_gradients(outside):
+    func, params = MODELS["mlp"]
+    mesh = Mesh(jax.devices()[:2], "x")
+    wrap = functools.partial(amp, residuals="int8", params=0)
+
+    def mean(p, x):
+        return jax.lax.pmean(func(p, x), "x")
+
+    inner = mean if outside else wrap(mean)
+    mapped = jax.shard_map(inner, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    grads = jax.jit(jax.grad(wrap(mapped) if outside else mapped))(params, X)
+    assert distance(grads, gradients("mlp", "f32")[1]) < LARGEST["int8"]
+    found = residuals(wrap(mapped) if outside else mapped, params, X)
+    assert coded(found)
+
+
+def test_branches_keep_codes():
+    def loss(p, x, flag):
+        h = x @ p["q"]
+        return loss_of(
+            jax.lax.cond(flag, lambda h: jnp.tanh(h) @ p["k"], lambda h: h @ p["v"], h)
+        )
+
+    func = amp(loss, residuals="int8")
+    for flag in (True, False):
+        exact = jax.grad(loss)(LIST[0], X, flag)
+        found = jax.jit(jax.grad(func))(LIST[0], X, flag)
+        assert distance(found, exact) < LARGEST["int8"]
+    assert coded(residuals(func, LIST[0], X, True))
+
+
+def test_results_beside_the_loss_and_16_bit_parameters_work():
+    def loss(p, x):
+        h = jax.nn.gelu(x @ p["up"]) @ p["down"]
+        return loss_of(h), (h, jnp.argmax(h, axis=-1))
+
+    stored = mpx.cast_tree(LIST[0], "bf16")
+    results = [
+        jax.jit(jax.value_and_grad(amp(loss, residuals=form), has_aux=True))(stored, X)
+        for form in (None, "int8")
+    ]
+    (plain, grads), (low, found) = results
+    assert all(map(jnp.array_equal, jax.tree.leaves(plain), jax.tree.leaves(low)))
+    assert found["up"].dtype == jnp.bfloat16
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+    assert distance(jax.tree.map(lambda x: x.astype(jnp.float32), found), exact) < 2**-6
+
+
+def test_without_a_gradient_the_program_is_that_of_amp():
+    func, params = MODELS["scan"]
+
+    def compiled(form):
+        lowered = jax.jit(amp(func, residuals=form)).lower(params, X)
+        return lowered.compile().cost_analysis()["flops"]
+
+    assert compiled("int8") == compiled(None)
+
+
+def test_modules_of_equinox_are_trained():
+    model = eqx.nn.MLP(WIDTH, WIDTH, HIDDEN, 2, key=jax.random.key(0))
+
+    def loss(model, x):
+        return loss_of(jax.vmap(jax.vmap(model))(x))
+
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, X)
+    low = amp(loss, residuals="int8")
+    found = eqx.filter_jit(eqx.filter_value_and_grad(low))(model, X)
+    assert abs(found[0] - value) < 1e-2 * value
+    assert (
+        distance(eqx.filter(found[1], eqx.is_array), eqx.filter(grads, eqx.is_array))
+        < 0.01
+    )
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_modules_of_flax_are_trained(framework):
+    if framework == "linen":
+        import flax.linen as nn
+
+        model = nn.Sequential([nn.Dense(HIDDEN), nn.gelu, nn.Dense(WIDTH)])
+        params = model.init(jax.random.key(0), X)
+        loss = lambda p, x: loss_of(model.apply(p, x))  # noqa: E731
+    else:
+        from flax import nnx
+
+        made = nnx.Sequential(
+            nnx.Linear(WIDTH, HIDDEN, rngs=nnx.Rngs(0)),
+            nnx.gelu,
+            nnx.Linear(HIDDEN, WIDTH, rngs=nnx.Rngs(1)),
+        )
+        graph, params = nnx.split(made)
+        loss = lambda p, x: loss_of(nnx.merge(graph, p)(x))  # noqa: E731
+    low = amp(loss, residuals="int8")
+    found, exact = (jax.jit(jax.grad(f))(params, X) for f in (low, loss))
+    assert distance(found, exact) < LARGEST["int8"]
+    assert coded(residuals(low, params, X))
+
+
+def test_loss_scaling_takes_gradients():
+    func, params = MODELS["mlp"]
+    grad = mpx.value_and_grad(amp(func, "f16", residuals="int8"))
+    result = jax.jit(grad)(mpx.DynamicLossScaling.pow2(), params, X)
+    assert result.finite
+    assert distance(result.grads, gradients("mlp", "f32")[1]) < LARGEST["int8"]
+
+
+# --- Options and reports --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["fp8", "bf16", True, 8])
+def test_other_values_are_refused(wrong):
+    with pytest.raises(ValueError, match='must be "e4m3", "int8" or `None`'):
+        amp(mlp, residuals=wrong)
+
+
+def test_fp8_around_it_is_refused():
+    with pytest.raises(ValueError, match="keeps its operands in 8 bits"):
+        mpx.fp8(amp(mlp, residuals="int8"))
+
+
+def test_report_says_what_is_kept():
+    func, params = MODELS["gelu"]
+    before, after = (
+        mpx.inspect.report(amp(func, residuals=form), params, X).residual_bytes
+        for form in (None, "int8")
+    )
+    assert after["int8"] == max(after.values())
+    assert sum(after.values()) < 0.6 * sum(before.values())
+    text = str(mpx.inspect.report(amp(func, residuals="int8"), params, X))
+    assert "Kept for the backward pass:" in text
+    assert "in int8" in text
+
+
+def test_memory_has_a_row_for_it():
+    func, params = MODELS["scan"]
+    shape = jax.ShapeDtypeStruct((16 * BATCH, LENGTH, WIDTH), jnp.float32)
+    found = mpx.inspect.memory(func, params, shape)
+    low, plain = found["amp, int8 residuals"], found["amp bf16"]
+    assert sum(low.residuals.values()) < 0.6 * sum(plain.residuals.values())
+    assert low.peak < 0.8 * plain.peak
+
+
+def test_decoding_waits_for_the_gradient():
+    func, params = MODELS["gelu"]
+    jaxpr = jax.make_jaxpr(jax.grad(amp(func, residuals="int8")))(params, X)
+    barriers = [
+        x for x in equations(jaxpr) if x.primitive.name == "optimization_barrier"
+    ]
+    sizes = [len(x.invars) for x in barriers if x.invars[0].aval.dtype == jnp.int8]
+    # Codes, their scales, and a value of the backward pass.
+    assert sizes
+    assert set(sizes) == {3}
