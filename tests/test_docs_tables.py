@@ -179,7 +179,9 @@ def test_options_of_dynamic_scaling_have_the_defaults_of_the_guide():
 # --- figures --------------------------------------------------------------------------
 
 TIMING = re.compile(r"\d ?(?:ms|µs|TB/s)\b|\| ms \|")
-COMMAND = re.compile(r"python (?:benchmarks|examples|tests)/\w+\.py[^`\n]*")
+COMMAND = re.compile(
+    r"python (?:benchmarks|examples|tests)/\w+\.py(?:(?! python )[^`\n])*"
+)
 
 
 def sections(page):

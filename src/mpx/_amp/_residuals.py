@@ -51,10 +51,12 @@ _LEAST = 4096  # Smaller arrays are kept as they are.
 
 
 class Coded(NamedTuple):
-    """An array in 8 bits: `original ≈ codes · scale`."""
+    """An array in 8 bits: `original ≈ codes · peak / largest code`."""
 
     codes: Array  # integers: `jax.checkpoint` rounds what it saves, if it is a float
-    scale: Array  # one for each block of the last axis, bf16
+    # The largest magnitude of each block of the last axis, in its own dtype. `None` for
+    # codes that are bf16 numbers.
+    peak: Array | None
 
 
 def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
@@ -64,29 +66,35 @@ def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
     each number in e4m3 that is not tiny. Of a tiny number it is a whole code if signs are
     kept. A block with an inf or nan becomes nan.
     """
-    dtype, largest, smallest = FORMS[form]
+    dtype, _, smallest = FORMS[form]
     wide, size = x.astype(jnp.float32), x.shape[-1]
     padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -size % _BLOCK, 0)]
     blocks = lax.pad(jnp.abs(wide), np.float32(0), padding)
     peak = jnp.max(blocks.reshape(*x.shape[:-1], -1, _BLOCK), axis=-1)
-    scale = jnp.maximum(peak / largest, FORMATS["bf16"].tiny).astype(jnp.bfloat16)
-    numbers = wide / _spread(scale, size)
+    numbers = wide / _unit(peak, form, size)
     if keeps_signs:
         # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
         numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
     if form == "int8":
-        return Coded(jnp.round(numbers).astype(dtype), scale)
-    return Coded(lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8), scale)
+        return Coded(jnp.round(numbers).astype(dtype), peak.astype(x.dtype))
+    codes = lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8)
+    return Coded(codes, peak.astype(x.dtype))
 
 
 def decode(coded: Coded, form: str, dtype: np.dtype) -> Array:
-    """Returns the numbers of an array in 8 bits."""
+    """Returns the numbers of an array in 8 bits, or bf16."""
+    if coded.peak is None:
+        return lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(dtype)
     wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
-    return (wide * _spread(coded.scale, wide.shape[-1])).astype(dtype)
+    return (wide * _unit(coded.peak, form, wide.shape[-1])).astype(dtype)
 
 
-def _spread(scale: Array, size: int) -> Array:
-    wide = jnp.repeat(scale.astype(jnp.float32), _BLOCK, axis=-1)
+def _unit(peak: Array, form: str, size: int) -> Array:
+    """Returns what a code of 1 stands for, for each number."""
+    # The peak is kept, not the unit: the largest number of a block comes back exactly, as
+    # the 1 of a softmax that is sure, from which a derivative subtracts 1.
+    unit = jnp.maximum(peak.astype(jnp.float32) / FORMS[form][1], FORMATS["f32"].tiny)
+    wide = jnp.repeat(unit, _BLOCK, axis=-1)
     return wide if wide.shape[-1] == size else wide[..., :size]
 
 
@@ -106,8 +114,14 @@ _AGAIN = _SIGNED.union(
     names("add sub mul div abs select_n clamp tanh logistic erf sin cos square iota"),
     names("integer_pow and or not xor one_minus_square add_any"),
 )
-_CODED = _AGAIN.union(
-    queries.MATMULS, names("exp exp2 expm1 sqrt gather dynamic_slice")
+_CODED = _AGAIN.union(queries.MATMULS, names("sqrt gather dynamic_slice"))
+# Small results matter beside large ones, as the weights of a softmax do: kept as bf16.
+_WEIGHTS = frozenset(names("exp exp2 expm1"))
+# Their derivatives ask which number is the largest.
+_ORDERED = frozenset(
+    names(
+        "reduce_window_max reduce_window_min select_and_gather_add cummax cummin sort"
+    )
 )
 # Large values that a result is computed again from: the derivative of a product reads them.
 _JOINED = {"mul": 4, "div": 4, "and": 4, "or": 4}
@@ -133,9 +147,9 @@ class Search:
         self._known: dict[Any, Known] = dict.fromkeys(jaxpr.constvars, Known())
         self._zeros: set[Any] = set()
         self._compared: set[Any] = set()  # Their signs are asked: they are roots.
-        for var, kind in zip(jaxpr.invars, kinds, strict=True):
-            kept = Known((), kind == "param")
-            self._known[var] = self._root(var) if kind == "data" else kept
+        self._ordered: set[Any] = (
+            set()
+        )  # Their order is asked: they are kept as they are.
         for eqn in jaxpr.eqns:
             name, is_zero = eqn.primitive.name, [*map(self._is_zero, eqn.invars)]
             if name in ("broadcast_in_dim", "convert_element_type") and is_zero[0]:
@@ -143,6 +157,11 @@ class Search:
             is_asked = name in ("sign", "abs") or any(is_zero)
             if is_asked and (name in _STEPS or name in ("max", "min", "abs")):
                 self._compared.update(x for x in eqn.invars if _is_var(x))
+            if name in _ORDERED:
+                self._ordered.update(x for x in eqn.invars if _is_var(x))
+        for var, kind in zip(jaxpr.invars, kinds, strict=True):
+            kept = Known((), kind == "param")
+            self._known[var] = self._root(var) if kind == "data" else kept
         for var, eqn in self.maker.items():
             self._known[var] = self._follow(eqn, var)
 
@@ -154,6 +173,9 @@ class Search:
         """Returns the value of a root in the form in which it is kept."""
         if self._known[root].is_exact:
             return x
+        if self._makes(root) in _WEIGHTS:
+            low = _once(x).astype(jnp.bfloat16)
+            return Coded(lax.bitcast_convert_type(low, jnp.uint16), None)
         # Tiny numbers of which no sign is asked become 0: those of a softmax add up.
         return encode(_once(x), form, keeps_signs=root in self._compared)
 
@@ -165,12 +187,17 @@ class Search:
 
     def _root(self, var: Any, is_param: bool = False) -> Known:
         """Returns what is known of a value that is kept if it is needed."""
-        eqn = self.maker.get(var)
-        is_coded = not is_param and _can_code(var.aval)
-        if is_coded and eqn is not None:
-            is_coded = eqn.primitive.name in _CODED
-            is_coded &= _EXACT not in compat.scopes_of(eqn)
+        name = self._makes(var)
+        is_coded = not is_param and _can_code(var.aval) and var not in self._ordered
+        if is_coded and name:
+            is_wide = name in _WEIGHTS and var.aval.dtype == F32
+            is_coded = is_wide or name in _CODED
+            is_coded &= _EXACT not in compat.scopes_of(self.maker[var])
         return Known((var,), is_param, not is_coded, True)
+
+    def _makes(self, var: Any) -> str:
+        """Returns the primitive that makes a value; "" for an input."""
+        return self.maker[var].primitive.name if var in self.maker else ""
 
     def _follow(self, eqn: Equation, var: Any) -> Known:
         name, read = eqn.primitive.name, [*map(self._read, eqn.invars)]
@@ -191,6 +218,7 @@ class Search:
             or (is_step and (large if is_exact else not is_signed))
             or (name == "div" and not read[1].is_exact)
             or (var in self._compared and roots and not is_signed)
+            or (var in self._ordered and not is_exact)
         ):
             return self._root(var, is_param)
         is_exact, is_signed = is_exact or is_step, is_signed and name in _SIGNED
@@ -208,8 +236,9 @@ def _can_code(aval: Aval) -> bool:
         return False
     if any(axis is not None for axis in aval.sharding.spec[-1:]):
         return False  # JAX refuses to cut an axis that is sharded explicitly.
-    size = aval.size + 2 * math.prod(aval.shape[:-1]) * -(-aval.shape[-1] // _BLOCK)
-    return 4 * size <= 3 * aval.size * aval.dtype.itemsize
+    blocks, each = math.prod(aval.shape[:-1]), aval.dtype.itemsize
+    size = aval.size + each * blocks * -(-aval.shape[-1] // _BLOCK)
+    return 4 * size <= 3 * aval.size * each
 
 
 # --- The two passes -------------------------------------------------------------------
