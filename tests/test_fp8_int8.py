@@ -488,6 +488,7 @@ def test_report_of_a_forward_pass_in_int8():
     assert report.shares == {"bf16": pytest.approx(2 / 3), "int8": pytest.approx(1 / 3)}
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("recipe", [Int8(), NEAREST, Int8(backward=False)])
 def test_explain_knows_the_format_and_finds_nothing_wrong(recipe):
@@ -562,6 +563,7 @@ def test_memory_counts_one_byte_a_number():
 # --- training -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("recipe", [Int8(), Int8(backward=False)], ids=["all", "fwd"])

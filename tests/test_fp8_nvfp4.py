@@ -384,6 +384,7 @@ def test_blackwell_multiplies_blocks_itself(monkeypatch):
 # --- transformations ------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_eager_is_jit_through_scan_and_remat(name):
@@ -484,6 +485,7 @@ def test_report_calls_it_nvfp4():
     assert lines[3].split()[-1] == "nvfp4"
 
 
+@pytest.mark.some(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", OPTIONS)
 def test_explain_knows_the_format_and_finds_nothing_wrong(name):
@@ -502,6 +504,7 @@ def test_check_sees_the_rounding():
 # --- training -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.usefixtures("optimized_programs")
 def test_training_ends_near_bf16():
