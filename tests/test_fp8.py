@@ -12,20 +12,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from fp8_cases import (
+    BF16,
+    assert_scan_is_the_unrolled_loop,
+    everywhere,
+    layer_problem,
+    layers,
+    ones_and_signs,
+)
 from models import equations, normal, trace_together
 from mpx import fp8
 from mpx._fp8._decide import HEAD, ROUTER, TABLE
 from mpx.recipes import CurrentScaling, DelayedScaling, StaticScaling
 from mpx.testing import assert_trees_equal
-
-BF16 = jnp.bfloat16
-everywhere = functools.partial(fp8, min_gain=0)
-
-
-def ones_and_signs(shape, key=0):
-    """Numbers 0 and ±1: exact in e4m3 and e5m2, so that products can be compared."""
-    x = jax.random.randint(jax.random.key(key), shape, -1, 2)
-    return x.astype(BF16)
 
 
 def count_f8(func, *args):
@@ -461,56 +460,11 @@ def test_small_model_is_left_alone():
 # --- the same everywhere --------------------------------------------------------------
 
 
-def layers(p, x):
-    def layer(h, w):
-        @jax.checkpoint
-        def block(h, w):
-            return h + jax.nn.gelu(h @ w["up"]) @ w["down"]
-
-        return block(h, w), None
-
-    h, _ = lax.scan(layer, x, p)
-    return jnp.mean(h.astype(jnp.float32) ** 2)
-
-
-@functools.cache
-def layer_problem():
-    p = {
-        "up": normal(0, 2, 32, 64, dtype=BF16) * 0.2,
-        "down": normal(1, 2, 64, 32, dtype=BF16) * 0.2,
-    }
-    return p, normal(2, 64, 32, dtype=BF16)
-
-
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "recipe", [CurrentScaling(), CurrentScaling(granularity="row")]
 )
-def test_eager_is_jit(recipe):
-    p, x = layer_problem()
-    step = jax.value_and_grad(everywhere(layers, recipe))
-    assert_trees_equal(step(p, x), jax.jit(step)(p, x))
-
-
-def test_scan_is_the_unrolled_loop():
-    # Each column copies one number, so that nothing is rounded and order is no matter.
-    rows = np.arange(32)
-    up = np.zeros((2, 32, 32), np.float32)
-    up[0, rows, (rows + 1) % 32], up[1, rows, (rows * 3) % 32] = 1, 1
-    p, x = jnp.asarray(up, BF16), ones_and_signs((16, 32))
-    block = jax.checkpoint(lambda h, w: jax.nn.relu(h @ w))
-
-    def scanned(p, x):
-        return jnp.sum(lax.scan(lambda h, w: (block(h, w), None), x, p)[0] * x)
-
-    def unrolled(p, x):
-        return jnp.sum(block(block(x, p[0]), p[1]) * x)
-
-    one = jax.jit(jax.value_and_grad(everywhere(scanned)))(p, x)
-    other = jax.jit(jax.value_and_grad(everywhere(unrolled)))(p, x)
-    assert_trees_equal(one, other)
-    assert_trees_equal(one, jax.jit(jax.value_and_grad(scanned))(p, x))
-    assert np.any(one[1])
+def test_scan_and_remat_are_the_unrolled_loop_eager_or_jitted(recipe):
+    assert_scan_is_the_unrolled_loop(recipe)
 
 
 def exact_linear(p, x):

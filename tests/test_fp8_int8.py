@@ -1,18 +1,27 @@
 """The recipe `Int8`: codes, scales and products beside NumPy, and how gradients round."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
+from fp8_cases import (
+    BF16,
+    as_f64,
+    assert_scan_is_the_unrolled_loop,
+    assert_training_ends_near_bf16,
+    everywhere,
+    explained,
+    layer_problem,
+    layers,
+    two_layer_problem,
+    two_layers,
+)
 from models import normal
 from mpx import fp8
 from mpx._fp8 import _operands
@@ -24,14 +33,7 @@ from mpx.testing import assert_trees_equal
 from test_fp8 import eight_bit_products
 from test_fp8_scales import ALL, exact, plan_for, problem, products, run
 
-BF16 = jnp.bfloat16
 NEAREST = Int8(rounding="nearest")
-everywhere = functools.partial(fp8, min_gain=0)
-
-
-def as_f64(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
-
 
 # --- NumPy's own computation ----------------------------------------------------------
 
@@ -346,34 +348,19 @@ def test_warning_of_fp8_names_int8_where_there_are_units(monkeypatch):
 # --- transformations ------------------------------------------------------------------
 
 
-def layers(p, x):
-    @jax.checkpoint
-    def block(h, w):
-        return h + jax.nn.gelu(h @ w["up"]) @ w["down"]
-
-    h, _ = lax.scan(lambda h, w: (block(h, w), None), x, p)
-    return jnp.mean(h.astype(jnp.float32) ** 2)
-
-
-@functools.cache
-def layer_problem():
-    p = {
-        "up": normal(0, 2, 32, 64, dtype=BF16) * 0.2,
-        "down": normal(1, 2, 64, 32, dtype=BF16) * 0.2,
-    }
-    return p, normal(2, 64, 32, dtype=BF16)
-
-
-def test_scan_and_remat_run_in_int8_and_eager_is_jit():
-    p, x = layer_problem()
+def test_scan_and_remat_run_in_int8():
     step = jax.value_and_grad(everywhere(layers, Int8()))
     # Forward, again in the backward pass but for the last, and two products each.
-    assert eight_bit_products(jax.make_jaxpr(step)(p, x)) == 2 + 1 + 4
-    assert_trees_equal(step(p, x), jax.jit(step)(p, x))
+    assert eight_bit_products(jax.make_jaxpr(step)(*layer_problem())) == 2 + 1 + 4
+
+
+def test_scan_and_remat_are_the_unrolled_loop_eager_or_jitted():
+    assert_scan_is_the_unrolled_loop(Int8())
 
 
 def test_remat_changes_no_gradient():
-    # Linear: XLA may leave out a rounding to bf16 before a nonlinearity.
+    # Linear: XLA may leave out a rounding to bf16 before a nonlinearity. What is left are
+    # integer codes, their exact sums and two products with scales.
     p, x, g = (normal(i, 32, 32, dtype=BF16) for i in range(3))
     plain = lambda p, x: jnp.sum((x @ p) * g)  # noqa: E731
     step = lambda f: jax.jit(jax.grad(everywhere(f, Int8())))(p, x)  # noqa: E731
@@ -390,7 +377,9 @@ def test_vmap_inside_is_one_matmul():
 @pytest.mark.filterwarnings("ignore:`fp8` inside `jax.vmap`:RuntimeWarning")
 def test_vmap_outside_is_a_loop():
     p, x = normal(0, 32, 32, dtype=BF16), normal(1, 4, 16, 32, dtype=BF16)
-    grad = jax.grad(everywhere(lambda p, x: jnp.sum(jnp.sin(x @ p)), Int8()))
+    g = normal(2, 16, 32, dtype=BF16)
+    # Linear, as in the test of remat.
+    grad = jax.grad(everywhere(lambda p, x: jnp.sum((x @ p) * g), Int8()))
     got = jax.jit(jax.vmap(grad, in_axes=(None, 0)))(p, x)
     assert_trees_equal(got, jnp.stack([jax.jit(grad)(p, row) for row in x]))
 
@@ -461,16 +450,6 @@ def test_second_derivatives_are_refused():
 # --- inspect --------------------------------------------------------------------------
 
 
-def two_layers(params, x):
-    return jnp.mean(jnp.square(jax.nn.relu(x @ params["a"]) @ params["b"]))
-
-
-@functools.cache
-def two_layer_problem():
-    params = {"a": normal(0, 32, 64) / 6, "b": normal(1, 64, 32) / 8}
-    return params, normal(2, 48, 32)
-
-
 def test_report_calls_it_int8():
     report = mpx.inspect.report(everywhere(two_layers, Int8()), *two_layer_problem())
     assert report.fp8.recipe == "Int8"
@@ -492,9 +471,7 @@ def test_report_of_a_forward_pass_in_int8():
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("recipe", [Int8(), NEAREST, Int8(backward=False)])
 def test_explain_knows_the_format_and_finds_nothing_wrong(recipe):
-    args = two_layer_problem()
-    found = mpx.inspect.explain(everywhere(two_layers, recipe), *args)
-    assert found.ok, str(found)
+    found, args = explained(recipe), two_layer_problem()
     assert found.formats == ("bf16", "int8")
     wanted = jax.grad(two_layers)(*args)
     got = jax.jit(jax.grad(everywhere(two_layers, recipe)))(*args)
@@ -568,28 +545,4 @@ def test_memory_counts_one_byte_a_number():
 @pytest.mark.usefixtures("optimized_programs")
 @pytest.mark.parametrize("recipe", [Int8(), Int8(backward=False)], ids=["all", "fwd"])
 def test_training_ends_near_bf16(recipe):
-    teacher = {"a": normal(5, 32, 64) / 6, "b": normal(6, 64, 16) / 8}
-    start = {"a": normal(7, 32, 64) / 6, "b": normal(8, 64, 16) / 8}
-    x = normal(9, 256, 32)
-    y = jnp.tanh(x @ teacher["a"]) @ teacher["b"]
-
-    def loss(params, x, y):
-        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
-
-    def trained(func):
-        optimizer = optax.adam(1e-2)
-
-        @jax.jit
-        def step(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(func)(params, x, y)
-            updates, state = optimizer.update(grads, state)
-            return (optax.apply_updates(params, updates), state), value
-
-        return lax.scan(step, (start, optimizer.init(start)), None, length=200)[1]
-
-    bf16, int8 = trained(mpx.amp(loss)), trained(everywhere(loss, recipe))
-    first = float(bf16[0])
-    # Both learn; what is left differs by less than a hundredth of what was learnt.
-    assert float(bf16[-1]) < 0.1 * first
-    assert abs(float(int8[-1]) - float(bf16[-1])) < 0.01 * first
+    assert_training_ends_near_bf16(recipe, 0.01)
