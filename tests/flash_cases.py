@@ -128,6 +128,22 @@ def assert_same_step(got, want):
     jax.tree.map(_assert_same_master, params, state.correction, *masters)
 
 
+def assert_same_step_of(name, got, want):
+    """Compares one leaf of a step, as `assert_same_step` does: others may differ.
+
+    Args:
+        name: The key of the parameter.
+        got: Parameters and state.
+        want: Those of another optimizer.
+    """
+    (params, state), (_, want_state) = got, want
+    _assert_same_moment(state.mu[name], want_state.mu[name])
+    if want_state.nu is not None:
+        _assert_same_moment(state.nu[name], want_state.nu[name])
+    masters = jax.device_get([_masters(*pair)[name] for pair in (got, want)])
+    _assert_same_master(params[name], state.correction[name], *masters)
+
+
 def _is_quantized(node):
     return hasattr(node, "codes")
 

@@ -273,7 +273,7 @@ def test_gradients_are_right_on_average():
 @pytest.mark.parametrize("exponent", [-100, -40, 40, 100])
 def test_scale_of_a_tensor_is_no_matter(exponent):
     x, w = coarse(0, 32, 32), coarse(1, 32, 32)
-    layer = everywhere(lambda w, x: x @ w, FULL)
+    layer = jax.jit(everywhere(lambda w, x: x @ w, FULL))
     factor = jnp.asarray(2.0**exponent, BF16)
     assert_trees_equal(layer(w, x * factor), layer(w, x) * factor)
 
@@ -282,7 +282,8 @@ def test_scale_of_a_tensor_is_no_matter(exponent):
 def test_zeros_and_what_is_below_the_range_give_zeros(value):
     x, w = jnp.full((16, 32), value, BF16), jnp.ones((32, 16), BF16)
     loss = lambda w, x: jnp.sum(x @ w)  # noqa: E731
-    out, (dw, dx) = jax.value_and_grad(everywhere(loss, FULL), argnums=(0, 1))(w, x)
+    step = jax.jit(jax.value_and_grad(everywhere(loss, FULL), argnums=(0, 1)))
+    out, (dw, dx) = step(w, x)
     assert float(out) == 0
     assert not np.any(as_f64(dw))
     assert np.all(as_f64(dx) == 16)
@@ -373,10 +374,10 @@ def test_blackwell_multiplies_blocks_itself(monkeypatch):
 
     x, w = coarse(0, 32, 48), coarse(1, 48, 64)
     layer = lambda w, x: x @ w  # noqa: E731
-    want = everywhere(layer, FULL)(w, x)
+    want = jax.jit(everywhere(layer, FULL))(w, x)
     monkeypatch.setattr(_blocks, "is_native", lambda: True)
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    got = everywhere(layer, "nvfp4")(w, x)
+    got = jax.jit(everywhere(layer, "nvfp4"))(w, x)
     assert calls == [(E2M1, jnp.float8_e4m3fn, (1, 32, 48), (1, 32, 3))]
     # Sums in another order, and one rounding to bf16.
     np.testing.assert_allclose(as_f64(got), as_f64(want), rtol=2.0**-7)
@@ -416,7 +417,7 @@ def test_vmap_inside_is_one_matmul():
     p, x = coarse(0, 32, 32), coarse(1, 4, 16, 32)
     mapped = everywhere(lambda p, x: jax.vmap(lambda x: x @ p)(x), FULL)
     flat = everywhere(lambda p, x: (x.reshape(64, 32) @ p).reshape(4, 16, 32), FULL)
-    assert_same_products(mapped(p, x), flat(p, x))
+    assert_same_products(jax.jit(mapped)(p, x), jax.jit(flat)(p, x))
 
 
 @pytest.mark.filterwarnings("ignore:`fp8` inside `jax.vmap`:RuntimeWarning")

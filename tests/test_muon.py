@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import h200
 import mpx
 import mpx.compat.flashoptim
+from flash_cases import assert_same_step_of
 from kernel_cases import (
     ODD,
     assert_kernel_equals_plain,
@@ -51,6 +52,11 @@ def trained(optimizer, params, grads, step=None) -> Any:
     for each in grads:
         params, state = step(params, state, each)
     return params, state
+
+
+# One program for the tests that only need some step.
+MIXED = flash_muon(0.02, compression=Compression(min_size=64), ns_steps=2)
+mixed_step = cast(Any, jax.jit(MIXED.step))
 
 
 def by_optax(peer, params, grads) -> Any:
@@ -185,7 +191,7 @@ def test_axes_of_matrices_are_those_of_optax():
 def test_vectors_and_groups_step_as_with_their_own_optimizer():
     shapes = {**SHAPES, "embed": (64, 64), "head": (64, 64), "gain": (64,)}
     params = draw(shapes, dtype=BF16)
-    grads = [draw(shapes, seed, BF16) for seed in (1, 2)]
+    grads = draw(shapes, 1, BF16)
     small = Compression(min_size=64)
     groups = [
         ParamGroup("embed", optimizer=flash_adamw(3e-3, b2=0.9)),
@@ -193,7 +199,7 @@ def test_vectors_and_groups_step_as_with_their_own_optimizer():
         ParamGroup("gain", {"learning_rate": 0.5}),
     ]
     muon = flash_muon(0.02, groups=groups, compression=small)
-    found, state = trained(muon, params, grads)
+    found, state = trained(muon, params, [grads])
     peers = {
         "embed": flash_adamw(3e-3, b2=0.9, compression=small),
         "head": flash_lion(1e-3, compression=small),
@@ -202,9 +208,8 @@ def test_vectors_and_groups_step_as_with_their_own_optimizer():
     }
     for name, peer in peers.items():
         part = lambda tree, name=name: {name: tree[name]}  # noqa: E731
-        true, other = trained(peer, part(params), map(part, grads))
-        assert_trees_equal(part(found), true)
-        assert_trees_equal(state.mu[name], other.mu[name])
+        peer_step = trained(peer, part(params), [part(grads)])
+        assert_same_step_of(name, (found, state), peer_step)
     has_second = {name for name in shapes if state.nu[name] is not None}
     assert has_second == {"embed", "bias", "gain"}
     assert not np.array_equal(found["wide"], params["wide"])
@@ -215,8 +220,8 @@ def test_a_group_of_adamw_fits_any_optimizer():
     params, grads = draw(shapes, dtype=BF16), [draw(shapes, 1, BF16)]
     groups = [ParamGroup("embed", optimizer=flash_adamw(3e-3))]
     found, state = trained(flash_lion(1e-3, groups=groups), params, grads)
-    true, _ = trained(flash_adamw(3e-3), params, grads)
-    assert_trees_equal(found["embed"], true["embed"])
+    true = trained(flash_adamw(3e-3), params, grads)
+    assert_same_step_of("embed", (found, state), true)
     assert state.nu["w"] is None
     assert state.moments == ("mu", "nu")
 
@@ -254,11 +259,10 @@ def test_compressed_steps_follow_f32():
 
 def test_a_skipped_step_changes_nothing():
     params = draw(SHAPES, dtype=BF16)
-    optimizer = flash_muon(0.02)
-    params, state = trained(optimizer, params, [draw(SHAPES, 1, BF16)])
+    params, state = trained(MIXED, params, [draw(SHAPES, 1, BF16)], mixed_step)
     bad = draw(SHAPES, 2, BF16)
     bad["wide"] = bad["wide"].at[0, 0].set(jnp.nan)
-    after = jax.jit(optimizer.step)(params, state, bad, finite=jnp.array(False))
+    after = mixed_step(params, state, bad, finite=jnp.array(False))
     assert_trees_equal(tuple(after), (params, state))
 
 
@@ -266,10 +270,10 @@ def test_a_nan_that_nobody_looks_for_is_seen_in_its_weight_only():
     params = draw(SHAPES, dtype=BF16)
     grads = draw(SHAPES, 1, BF16)
     grads["wide"] = grads["wide"].at[2, 3].set(jnp.nan)
-    found, _ = trained(flash_muon(0.02), params, [grads])
+    found, _ = trained(MIXED, params, [grads], mixed_step)
     bad = np.isnan(np.asarray(found["wide"], np.float32))
     assert np.argwhere(bad).tolist() == [[2, 3]]
-    moved, _ = trained(flash_muon(0.02), params, [draw(SHAPES, 1, BF16)])
+    moved, _ = trained(MIXED, params, [draw(SHAPES, 1, BF16)], mixed_step)
     assert_trees_equal(found["also wide"], moved["also wide"])
 
 
@@ -307,7 +311,7 @@ def axes_of(params):
 
 
 # In f32: the roundings of bf16, which differ between programs, are amplified.
-MUON = flash_muon(0.05, matrices=axes_of, ns_dtype=F32)
+MUON = flash_muon(0.05, matrices=axes_of, ns_dtype=F32, ns_steps=2)
 
 
 @functools.cache
@@ -355,8 +359,9 @@ def test_each_matrix_is_orthogonalised_on_one_device(layout, kind):
 def test_inside_shard_map_each_device_has_matrices_of_its_own():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params, grads = normal(0, 8, 32, 64), normal(1, 8, 32, 64)
-    optimizer = flash_muon(0.05, compression=PLAIN, ns_dtype=F32)
+    optimizer = flash_muon(0.05, compression=PLAIN, ns_dtype=F32, ns_steps=2)
 
+    @jax.jit
     def step(param, grad):
         return optimizer.step(param[0], optimizer.init(param[0]), grad[0]).params[None]
 
@@ -369,12 +374,11 @@ def test_inside_shard_map_each_device_has_matrices_of_its_own():
 
 def test_states_of_several_models_step_under_vmap():
     params, grads = draw({"w": (3, 32, 64)}), draw({"w": (3, 32, 64)}, 1)
-    optimizer = flash_muon(0.05, compression=Compression(min_size=64))
-    states = jax.vmap(optimizer.init)(params)
-    found = jax.jit(jax.vmap(optimizer.step))(params, states, grads).params
+    states, step = jax.vmap(MIXED.init)(params), jax.jit(MIXED.step)
+    found = jax.jit(jax.vmap(MIXED.step))(params, states, grads).params
     for index in range(3):
         one, grad = ({"w": x["w"][index]} for x in (params, grads))
-        true = optimizer.step(one, optimizer.init(one), grad).params
+        true = step(one, MIXED.init(one), grad).params
         np.testing.assert_allclose(found["w"][index], true["w"], atol=1e-3)
 
 
@@ -433,7 +437,9 @@ def test_release_gives_what_step_gives():
     params = draw({"layers": (3, 64, 64), "head": (64, 32)})
     axes = {"layers": Axes(1, 2), "head": Axes()}
     small = Compression(min_size=64)
-    optimizer = flash_muon(0.05, matrices=axes, compression=small, ns_dtype=F32)
+    optimizer = flash_muon(
+        0.05, matrices=axes, compression=small, ns_dtype=F32, ns_steps=2
+    )
     x, state = normal(5, 96, 64), optimizer.init(params)
     released = jax.jit(mpx.optim.release(scanned_loss, optimizer))(params, state, x)
     grads = jax.jit(jax.grad(scanned_loss))(params, x)
@@ -450,12 +456,11 @@ def test_release_gives_what_step_gives():
 
 def test_conversion_to_f32_and_back_keeps_moments():
     params = draw(SHAPES, dtype=BF16)
-    optimizer = flash_muon(0.02, compression=Compression(min_size=64))
-    params, state = trained(optimizer, params, [draw(SHAPES, 1, BF16)])
+    params, state = trained(MIXED, params, [draw(SHAPES, 1, BF16)], mixed_step)
     weights, plain = cast(Any, mpx.checkpoint.to_f32(params, state))
     assert plain.nu["wide"] is None
     assert plain.nu["bias"].dtype == F32
-    like = params, optimizer.init(params)
+    like = params, MIXED.init(params)
     back = mpx.checkpoint.from_f32(weights, plain, like=like)
     assert_trees_equal(back.params, params)
     assert_trees_equal(back.state.mu, state.mu)
@@ -468,18 +473,17 @@ def test_conversion_to_f32_and_back_keeps_moments():
 
 def test_resume_is_exact(tmp_path):
     params = draw(SHAPES, dtype=BF16)
-    optimizer, step = flash_muon(0.02), jax.jit(flash_muon(0.02).step)
     grads = [draw(SHAPES, seed, BF16) for seed in (1, 2, 3)]
-    state = optimizer.init(params)
+    state = MIXED.init(params)
     for number, each in enumerate(grads):
         if number == 2:
             with mpx.checkpoint.Checkpointer(tmp_path) as checkpoints:
                 checkpoints.save(number, (params, state))
-        params, state = step(params, state, each)
+        params, state = mixed_step(params, state, each)
     fresh = draw(SHAPES, 7, BF16)
     with mpx.checkpoint.Checkpointer(tmp_path) as checkpoints:
-        restored = checkpoints.restore((fresh, optimizer.init(fresh)))
-    assert_trees_equal(tuple(step(*restored, grads[2])), (params, state))
+        restored = checkpoints.restore((fresh, MIXED.init(fresh)))
+    assert_trees_equal(tuple(mixed_step(*restored, grads[2])), (params, state))
 
 
 # --- what is refused ------------------------------------------------------------------------
