@@ -526,8 +526,13 @@ def test_accumulated_microbatches_are_the_whole_batch():
     p, x = {"w": W}, ones_and_signs((64, 32), 3)
     loss = everywhere(lambda p, x: exact_linear(p, x) / len(x))
     options = {"policy": "p=f32,c=bf16,o=f32"}
-    whole = mpx.value_and_grad(loss, **options)(mpx.NoLossScaling(), p, x)  # pyright: ignore[reportCallIssue]
-    parts = mpx.accumulate(loss, steps=4, **options)(mpx.NoLossScaling(), p, x)  # pyright: ignore[reportCallIssue]
+    whole, parts = (
+        jax.jit(step)(mpx.NoLossScaling(), p, x)
+        for step in (
+            mpx.value_and_grad(loss, **options),
+            mpx.accumulate(loss, steps=4, **options),
+        )
+    )
     assert_trees_equal(parts.value, whole.value)
     assert_trees_equal(parts.grads, whole.grads)
 
