@@ -248,6 +248,80 @@ def test_state_of_fp8_is_no_parameter():
     assert found.loss_in_f32 == pytest.approx(exact, rel=1e-5)
 
 
+TIGHT = {"activation_max": 8.0, "weight_max": 8.0, "grad_max": 8.0}
+CLIPPED = {  # of two matmuls of one line, by the parameter and what is clipped of it
+    "weight": ("layers/1", "weight", {"weight_max": 0.5}, False),
+    "activation": ("layers/0", "activation", {"activation_max": 0.5}, False),
+    "gradient": ("layers/1", "gradient", {"grad_max": 2.0**-20}, True),
+}
+
+
+def in_turn(params, x):
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w) / 8
+    return jnp.mean(jnp.square(x))
+
+
+SMALL, LARGE = normal(0, 32, 32) / 10, normal(1, 32, 32)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_layer_is_named_where_a_fixed_scale_clips(name):
+    param, what, tight, backward = CLIPPED[name]
+    params, x = {"layers": [SMALL, LARGE]}, normal(2, 16, 32)
+    recipe = mpx.recipes.StaticScaling(**{**TIGHT, **tight})
+    found = explain(mpx.fp8(in_turn, recipe, min_gain=0), params, x)
+    fault, (wanted,) = found.fault, tight.values()
+    assert (fault.kind, fault.place.param) == ("clipping", f"params/{param}")
+    assert (fault.place.primitive, fault.place.backward) == ("dot_general", backward)
+    assert wanted <= fault.limit < 2 * wanted  # the next power of two
+    assert max(map(abs, fault.operands[0])) > fault.limit
+    assert f"clips the {what} to {fault.limit:.3g}, which changes the" in str(found)
+    assert "`CurrentScaling()`" in fault.remedy
+    assert f'mpx.fp8(fn, keep="{param}")' in fault.remedy
+    kept = explain(mpx.fp8(in_turn, recipe, min_gain=0, keep=param), params, x)
+    assert kept.fault is None or kept.fault.place.param != fault.place.param
+    assert explain(mpx.fp8(in_turn, min_gain=0), params, x).ok
+
+
+@pytest.mark.parametrize("tight", [{"weight_max": 0.03}, {"grad_max": 2.0**-20}])
+def test_scanned_layers_are_named_where_a_scale_clips(tight):
+    def scanned(params, x):
+        step = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.mean(jnp.square(jax.lax.scan(step, x, params["layers"])[0]))
+
+    recipe = mpx.recipes.StaticScaling(**{**TIGHT, **tight})
+    params = {"layers": jnp.stack([LARGE, LARGE.T]) / 4}
+    found = explain(
+        mpx.fp8(scanned, recipe, min_gain=0), params, normal(2, 16, 32)
+    ).fault
+    assert (found.kind, found.place.param) == ("clipping", "params/layers")
+    assert found.step == ((1, 2) if "grad_max" in tight else (0, 2),)
+
+
+def test_layer_is_named_where_a_scale_of_earlier_steps_clips():
+    func = mpx.fp8(in_turn, mpx.recipes.DelayedScaling(), min_gain=0)
+    params, x = {"layers": [SMALL, LARGE]}, normal(2, 16, 32)
+    state = func.init(params, x)
+    assert explain(func, state, params, x).ok
+    fault = explain(func, state, params, 30 * x).fault
+    assert (fault.kind, fault.place.param) == ("clipping", "params/layers/0")
+    assert fault.operands[0][1] == pytest.approx(30 * float(x.max()), rel=0.01)
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, mpx.amp])
+def test_layer_that_int8_does_not_resolve_can_be_kept(outer):
+    # A large column that meets zeros leaves one level for all others.
+    params, x = {"layers": [SMALL.at[0].set(0), SMALL]}, normal(2, 16, 32)
+    x = x.at[:, 0].set(3e4)
+    fault = explain(mpx.fp8(outer(in_turn), "int8", min_gain=0), params, x).fault
+    assert (fault.kind, fault.format) == ("precision", "int8")
+    assert (fault.place.param, fault.place.backward) == ("params/layers/0", False)
+    assert fault.remedy == 'keep it in 16 bits: `mpx.fp8(fn, keep="layers/0")`'
+    kept = mpx.fp8(outer(in_turn), "int8", min_gain=0, keep="layers/0")
+    assert explain(kept, params, x).ok
+
+
 def naive(params, x):
     with jax.named_scope("softmax"):
         e = jnp.exp((x @ params["w"]).astype(jnp.float16))

@@ -497,6 +497,32 @@ def test_residuals_of_remat_are_those_that_jax_saves(capsys):
     assert sum(found.residual_bytes.values()) == expected
 
 
+BY_RECIPE = {
+    "tensor": mpx.recipes.CurrentScaling(),
+    "row": mpx.recipes.CurrentScaling(granularity="row"),
+    "int8": mpx.recipes.Int8(),
+    "nvfp4": mpx.recipes.NVFP4(emulate=True),
+    "mxfp8": mpx.recipes.MXFP8(emulate=True),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", BY_RECIPE)
+def test_scales_and_roundings_of_fp8_are_not_listed_as_f32(name):
+    def loss(p, x):
+        with jax.named_scope("mine"):
+            h = x @ p["w"]
+        return jnp.sum(h * np.full((1, 32), 1.5, np.float32))
+
+    func = mpx.fp8(loss, BY_RECIPE[name], min_gain=0)
+    found = report(func, {"w": shape(32, 32, dtype=BF16)}, shape(64, 32, dtype=BF16))
+    assert found.fp8.share == 1
+    assert [(x.primitive, x.scope) for x in found.kept] == [("mul", "")]
+    assert {x.place.scope for x in found.matmuls} == {"mine"}
+    outside = report(mpx.amp(func), {"w": shape(32, 32)}, shape(64, 32))
+    assert [x.primitive for x in outside.kept] == ["reduce_sum"]
+
+
 # --- Odd functions --------------------------------------------------------------------
 
 

@@ -117,6 +117,7 @@ def _code(func: Callable[..., PyTree]) -> PyTree:
 # Scopes of mpx: their names are none that a user would give to a scope.
 KEPT_SCOPE = "mpx.keep:"  # before the name of a type whose calls run as written
 STOP_SCOPE = "mpx.amp_stop"
+FP8_SCOPE = "mpx.fp8"  # around what `fp8` makes of a matmul
 
 # The types that run in f32, or in a scope for `amp` and `fp8`, in this thread. In another
 # one the replaced calls do nothing.

@@ -22,7 +22,7 @@ from mpx._amp._emit import Autocast, low_operands, multiply
 from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, follow, join
 from mpx._amp._rules import AmpRules
 from mpx._casting._context import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
-from mpx._casting._keep import KEPT_SCOPE
+from mpx._casting._keep import FP8_SCOPE, KEPT_SCOPE
 from mpx._casting._select import check_selectors
 from mpx._fp8._blocks import block_dot
 from mpx._fp8._decide import (
@@ -226,10 +226,11 @@ class Fp8(Transformation):
                 x if has_explicit_axes(x.mesh) else None for x in shardings
             ),
         )
-        if self.chosen.recipe.in_blocks:
-            return [block_dot(spec, lhs, rhs)]
-        seen, probe = self._next_scale(param)
-        return [fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)]
+        with jax.named_scope(FP8_SCOPE):
+            if self.chosen.recipe.in_blocks:
+                return [block_dot(spec, lhs, rhs)]
+            seen, probe = self._next_scale(param)
+            return [fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)]
 
     def _kept(self, op: Op) -> Values:
         """Runs a matmul as it is written."""

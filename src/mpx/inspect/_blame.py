@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpx._jax._formats import FORMATS, Format
-from mpx._program._queries import SHAPE_ONLY, Equation, names
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import PICKS, Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
@@ -268,6 +268,8 @@ class Blame:
         worst = max(node.stats, key=lambda x: x.error)
         if not worst.local_is_finite:
             return "overflow"
+        if node.is_clipped:
+            return "clipping"
         sizes = [x.largest for x in self.recording.operands(node)]
         is_small = worst.largest < max(sizes, default=0.0) / 8
         tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
@@ -294,6 +296,20 @@ class Blame:
         wrong = (i for i, x in chain if x.deviation > limit and _is_wrong(x))
         return min(wrong, default=index)
 
+    def in_fp8(self, index: int) -> list[Node]:
+        """Returns a node and what `fp8` makes it of, back to other matmuls."""
+        ends = lambda x: x.eqn and (not x.in_fp8 or x.primitive in MATMULS)  # noqa: E731
+        return [x for _, x in self._through(index, lambda x: not ends(x)) if x.in_fp8]
+
+    def matmul(self, index: int) -> list[Node]:
+        """Returns the matmul for which `fp8` runs a node, and what it is made of."""
+        node = self.nodes[index]
+        after = range(index, len(self.nodes) if node.in_fp8 else index)
+        made = (self.in_fp8(i) for i in after if self.nodes[i].primitive in MATMULS)
+        found = [parts for parts in made if any(x is node for x in parts)] or [[node]]
+        # A gradient is an operand of two, of which one has the parameter.
+        return max(found, key=lambda parts: any(any(x.names) for x in parts))
+
     # --- finite results ---------------------------------------------------------------
 
     @functools.cached_property
@@ -314,7 +330,7 @@ class Blame:
             return []
         first: dict[Site, int] = {}  # the first node of each site with a large error
         for index in self._live:
-            if _is_wrong(self.nodes[index]):
+            if _is_wrong(self.nodes[index]) or self.nodes[index].is_clipped:
                 start = self._first_of_chain(index)
                 first.setdefault(self.recording.site(start), start)
         found: list[Verdict] = []
@@ -349,8 +365,12 @@ class Blame:
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
         """Looks for the site, such as a sum over many steps, that contributes most."""
         last: dict[Site, int] = {}  # the last node of each that rounds, if one does
+        products: dict[Site, int] = {}  # of `fp8`, the first of each that is wrong
         for index in self._live:
             node, site = self.nodes[index], self.recording.site(index)
+            is_product = node.in_fp8 and node.primitive in MATMULS
+            if is_product and node.deviation > self._limit:
+                products.setdefault(site, index)
             if node.eqn is not None and node.format:
                 is_cast = node.primitive == "convert_element_type"
                 if site not in last or not (is_cast or only_moves(node.eqn)):
@@ -366,7 +386,7 @@ class Blame:
             first, second = sites[:middle], sites[middle:]
             enough = share(first)
             sites = first if enough > limit or enough >= share(second) else second
-        verdict = self._alone(sites, last[sites[0]]) if sites else None
+        verdict = self._alone(sites, (last | products)[sites[0]]) if sites else None
         return [verdict] if verdict else []
 
     def _alone(self, sites: list[Site], index: int, kind: str = "") -> Verdict | None:
@@ -377,7 +397,7 @@ class Blame:
             return None
         worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
         share = float((self.errors if self._in_turn else errors)[worst])
-        adds = self.nodes[index].primitive in _ADDS
+        adds = self.nodes[index].primitive in _ADDS and not self.nodes[index].in_fp8
         kind = kind or ("accumulation" if adds else "precision")
         return Verdict(index, kind, None, share, self.names[worst])
 

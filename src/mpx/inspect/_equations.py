@@ -60,12 +60,23 @@ def low_format(eqn: Equation) -> Format | None:
         return FORMATS.get(short_name(np.dtype(eqn.outvars[0].aval.dtype)), _INT8)
     avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     found = [_format_of(aval) for aval in avals if is_low(aval)]
+    if primitive_name(eqn) in MATMULS and avals[0].dtype == np.int8:
+        found.append(_INT8)
     return max(found, key=lambda x: x.eps, default=None)
 
 
 def is_rounding(eqn: Equation) -> bool:
-    """Returns whether `fp8` rounds to a format of few bits here: see `_fp8/_rounding.py`."""
-    return eqn.params.get("name") == "mpx_round"
+    """Returns whether `fp8` rounds to a format of few bits here, by a named function."""
+    # JAX splits off the constants of a call in a scan, into one without operands.
+    return eqn.params.get("name") in ("mpx_round", "mpx_clip") and bool(eqn.invars)
+
+
+def _is_bytes(eqn: Equation) -> bool:
+    """Returns whether numbers of few bits become bytes, as between the passes of `fp8`."""
+    if primitive_name(eqn) != "bitcast_convert_type":
+        return False
+    avals = eqn.invars[0].aval, eqn.outvars[0].aval
+    return any(is_low(x) and x.dtype.itemsize == 1 for x in avals)
 
 
 def _format_of(x: Array) -> Format:
@@ -113,6 +124,8 @@ def run_as_written(
     """
     name, pairs = primitive_name(eqn), zip(args, eqn.invars, strict=True)
     operands = [as_operand(x, atom.aval) for x, atom in pairs]
+    if name in MATMULS and eqn.invars[0].aval.dtype.itemsize == 1:
+        operands = list(args)  # codes, which are rounded where they are made
     if in_turn and name == "reduce_sum" and is_low(operands[0]):
         return [_added_in_turn(operands[0], eqn.params["axes"])]
     if name in _SUMS and is_low(eqn.outvars[0].aval):
@@ -128,7 +141,8 @@ def run_as_written(
 
 def run_in_f32(eqn: Equation, args: Sequence[Array], axes: Axes = ()) -> list[Array]:
     """Runs the shadow of an equation on arrays; its results are f32 or wider."""
-    if primitive_name(eqn) == "reduce_precision" or is_rounding(eqn):
+    is_same = _is_bytes(eqn) and is_float(args[0])
+    if is_same or primitive_name(eqn) == "reduce_precision" or is_rounding(eqn):
         return [widened(args[0])]
     if _is_opaque(eqn):
         return [widened(x) for x in run_as_written(eqn, args, axes)]
@@ -227,7 +241,7 @@ def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
 def only_moves(eqn: Equation) -> bool:
     """Returns whether an equation returns numbers of its operands, none of them rounded."""
     if primitive_name(eqn) != "convert_element_type":
-        return primitive_name(eqn) in PICKS
+        return primitive_name(eqn) in PICKS or _is_bytes(eqn)
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if not is_float(before) or not is_float(after):
         return False

@@ -37,6 +37,9 @@ _REMEDIES = {
     "cancellation": "avoid the difference of large numbers (a variance is "
     "mean((x - mean)²), not mean(x²) - mean²); or {keep}, and the lines before it, too",
     "accumulation": "add up in f32: make the accumulator an f32 array, or {keep}",
+    "clipping": "choose a scale that holds it: a larger number in `StaticScaling`, more "
+    "`margin` in `DelayedScaling`, or `CurrentScaling()`, which clips nothing; or {keep}",
+    "precision, fp8": "{keep}",
     "precision": "{keep}; positions and angles in f32, too, before their sine and cosine",
     "constant": "a number here is infinite in its format, or masks a whole row: use a "
     "finite one that {low.name} holds, such as `jnp.finfo(x.dtype).min`, or compute this "
@@ -111,6 +114,7 @@ class Finding:
         line += f" in `{place.function}`" if place.function else ""
         line += f", called from {self.caller}" if self.caller else ""
         limits = {"overflow": "largest number", "underflow": "smallest number"}
+        limits["clipping"] = "largest number at this scale"
         limit = limits.get(self.kind, "relative distance of numbers")
         limit = f": {limit} {self.limit:.5g}" if self.kind not in _NO_LIMIT else ""
         result = f"{_shown(self.result)} in f32, {_shown(self.got)} here"
@@ -135,7 +139,7 @@ def _shown(ends: tuple[float, float]) -> str:
 
 # --- What a verdict means -------------------------------------------------------------
 
-_NO_RESULT = ("input", "constant", "decision", "convergence")
+_NO_RESULT = ("input", "constant", "decision", "convergence", "clipping")
 _NO_LIMIT = ("constant", "singularity", "nan", "input")
 
 
@@ -158,12 +162,22 @@ class _Reader:
         out = origin.out if origin and origin.node == verdict.node else 0
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
-        place, near = _place(node, backward), ""
+        # What `fp8` does for a matmul is told as that matmul, with its parameter.
+        parts = blame.matmul(verdict.node)
+        names = [name for x in parts for name in x.names]
+        place, near = _place(parts[0], backward, names), ""
         if not place.param:  # the parameter that was read last
             made = (blame.nodes[i] for i in blame.recording.before([verdict.node]))
             params = (name for x in made if x.eqn is not None for name in x.names)
             near = next(filter(None, params), "")
-        sources = blame.recording.operands(node)
+        sources, effect = blame.recording.operands(node), self._effect(verdict)
+        if kind == "clipping":
+            # Its operand is the product of the numbers and the inverse of their scale.
+            sources = blame.recording.operands(blame.nodes[node.parents[0][0]])[:1]
+            limits[kind] = low.max * sources[0].largest / node.stats[0].largest
+            is_weight = any(any(x.names) for x in blame.in_fp8(verdict.node))
+            what = "weight" if is_weight else "gradient" if backward else "activation"
+            effect = f"clips the {what} to {limits[kind]:.3g}, which {effect}"
         return Finding(
             kind=kind,
             place=place,
@@ -175,7 +189,7 @@ class _Reader:
             operands=tuple(x.shadow for x in sources if not math.isnan(x.shadow[0])),
             result=node.stats[out].shadow,
             got=node.stats[out].own,
-            effect=self._effect(verdict),
+            effect=effect,
             remedy=self._remedy(kind, node, place),
         )
 
@@ -199,11 +213,12 @@ class _Reader:
 
     def _remedy(self, kind: str, node: Node, place: Place) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
-        if self._wrapper:
+        wrapper = "fp8" if node.in_fp8 else self._wrapper
+        if wrapper:
             selector = place.param if place.primitive in MATMULS else ""
             selector = selector.partition("/")[2] or selector or place.scope
-            kept = "f32" if self._wrapper == "amp" else "16 bits"
-            keep = f'keep it in {kept}: `mpx.{self._wrapper}(fn, keep="{selector}")`'
+            kept = "f32" if wrapper == "amp" else "16 bits"
+            keep = f'keep it in {kept}: `mpx.{wrapper}(fn, keep="{selector}")`'
             if not selector:
                 keep = f"keep it in {kept}: put it under `with mpx.amp_stop():`"
         low, room = node.format or FORMATS["f32"], self._blame.headroom * self.scale
@@ -218,6 +233,7 @@ class _Reader:
             "underflow, log": place.primitive == "log",
             "constant, small": any(abs(x) < EPSILON for x in node.written),
             "singularity, derivative": backward,
+            "precision, fp8": node.in_fp8,
         }
         chosen = (x for x, holds in cases.items() if holds and x.startswith(f"{kind},"))
         return _REMEDIES[next(chosen, kind)].format(
@@ -230,15 +246,14 @@ class _Reader:
         )
 
 
-def _place(node: Node, backward: bool) -> Place:
+def _place(node: Node, backward: bool, names: Sequence[str | None] = ()) -> Place:
     if node.eqn is None:
         name = next(filter(None, node.names), "a constant")
         return Place("input", name, "", "unknown", "", False)
     around = node.around
     backward = backward or around.backward
-    return place_of(
-        node.eqn, node.names, around.scopes, around.frames, backward=backward
-    )
+    names = names or node.names
+    return place_of(node.eqn, names, around.scopes, around.frames, backward=backward)
 
 
 def _caller(node: Node) -> str:

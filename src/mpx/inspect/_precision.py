@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._amp._rules import REASONS
+from mpx._casting._keep import FP8_SCOPE
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, source_frames
 from mpx._program._flow import Flow
 from mpx._program._queries import (
@@ -70,10 +71,11 @@ def operations(
     promoted, opaque = list[Kept](), list[Kept]()
     for here, place in sites(full):
         eqn, line = here.eqn, (place.source, place.param)
+        is_own = FP8_SCOPE in here.scopes  # scales and roundings, which nobody wrote
         if place.primitive in _MULTIPLIES:
             shapes = tuple(tuple(x.aval.shape) for x in eqn.invars[:2])
             key = place.primitive, place.source, shapes
-            reason = decided.get(key, why.get(id(eqn), ""))
+            reason = decided.get(key, "" if is_own else why.get(id(eqn), ""))
             found = _matmul(here, place, forward.get(line, reason))
             if found.reason and not place.backward:
                 forward[line] = found.reason
@@ -84,7 +86,7 @@ def operations(
                 flops=before.flops + found.flops,
                 bytes=before.bytes + found.bytes,
             )
-        if id(eqn) in promoting and not place.backward:
+        if id(eqn) in promoting and not (place.backward or is_own):
             promoted.append(_kept(place, f"{_PROMOTED}{promoting[id(eqn)]}"))
         if _is_opaque(eqn):
             opaque.append(_kept(place, REASONS["pallas_call"]))
@@ -197,8 +199,6 @@ def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:
     if name in MOVES and first is not None:
         text = f"cast from {first.dtype} to f32 at {source}"
         return _Cause(text, source if is_low(first) else "")
-    if name == "bitcast_convert_type":
-        return _Cause("", source)  # a scale of fp8: nobody's choice
     if any(is_low(atom.aval) for atom in eqn.invars):
         return _Cause(f"{name} was asked for an f32 result at {source}")
     return _Cause(f"made in f32 by {name} at {source}")

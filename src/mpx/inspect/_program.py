@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from mpx._amp._call import flat_call, under_amp
 from mpx._amp._facts import Recording, recorded
 from mpx._casting._context import argument_names, gradient_function
+from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._delayed import Fp8State
 from mpx._fp8._transform import Fp8Function
 from mpx._jax._arguments import check_function
@@ -229,7 +230,7 @@ def place_of(
     return Place(
         primitive_name(eqn),
         next(filter(None, names), ""),
-        "/".join(scopes),
+        "/".join(x for x in scopes if x != FP8_SCOPE),
         source_of(frames),
         frames[0][0].rpartition(".")[2] if frames else "",
         backward,

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from mpx._amp._decide import IN_KERNEL, RAGGED
 from mpx._amp._facts import Decision
 from mpx._amp._rules import REASONS, UNKNOWN, Rule
+from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
@@ -70,7 +71,7 @@ def _kept(
     kept, opaque = list[Kept](), list[Kept]()
     for x in decisions:
         is_opaque = x.rule == Rule.ORIGINAL and x.reason in _OPAQUE
-        is_kept = x.rule in (Rule.F32, Rule.ORIGINAL)
+        is_kept = x.rule in (Rule.F32, Rule.ORIGINAL) and FP8_SCOPE not in x.scope
         if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
             is_low = short_dtypes(x.after[:1]) == dtype
             is_kept = not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)

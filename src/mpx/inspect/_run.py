@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from mpx._casting._keep import FP8_SCOPE
 from mpx._jax._compat import (
     Literal,
     is_transposed,
@@ -319,6 +320,18 @@ class Node:
         return "" if self.eqn is None else primitive_name(self.eqn)
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether it is part of what `fp8` makes of a matmul."""
+        return FP8_SCOPE in self.around.scopes
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether `fp8` clips here what exceeds a scale that was chosen before."""
+        if self.format is None or self.eqn.params.get("name") != "mpx_clip":
+            return False
+        return self.stats[0].largest > self.format.max
+
+    @property
     def error(self) -> float:
         """The largest local error of a result."""
         return max((x.error for x in self.stats), default=0.0)
@@ -446,7 +459,7 @@ def _ends(x: np.ndarray) -> tuple[float, float]:
 
 def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
     """Returns what is known of a result; of a value without a local one, its range."""
-    if not is_float(shadow):
+    if not is_float(shadow) or own.dtype.kind == "u":  # bytes
         return Stats()
     a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
     s = a if own is shadow else np.asarray(widened(shadow))
