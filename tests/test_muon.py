@@ -186,7 +186,7 @@ def test_variables_of_nnx_may_hold_the_axes():
     def axes(params):
         return jax.tree.map(lambda x: Axes(0, 1) if x.ndim == 2 else None, params)
 
-    state = flash_muon(0.02, matrices=axes).init(params)
+    state: Any = flash_muon(0.02, matrices=axes).init(params)
     assert state.nu["kernel"] is None
     assert state.nu["bias"] is not None
 

@@ -170,8 +170,8 @@ class SeedsRow(Row):
     """The results of a model over seeds: `losses` are those at the end, by seed."""
 
     def losses(self, route):
-        """Returns the last loss of each seed, `None` if the route did not run."""
-        return self.cells.get(route, {}).get("losses")
+        """Returns the last loss of each seed, none if the route did not run."""
+        return self.cells.get(route, {}).get("losses", [])
 
     def spread(self, route):
         """Returns the largest minus the smallest loss of the seeds."""

@@ -79,7 +79,7 @@ axes_of = of_matrices(optax.contrib.MuonDimensionNumbers(0, 1))
 def optax_muon(rate):
     """Returns Muon with AdamW for the others: its own would be Nesterov's there, too."""
     muon = optax.contrib.muon(rate, consistent_rms=RMS)
-    kinds = {"muon": muon, "adamw": optax.adamw(rate, weight_decay=0.0)}
+    kinds: Any = {"muon": muon, "adamw": optax.adamw(rate, weight_decay=0.0)}
     return optax.partition(kinds, of_matrices("muon", "adamw"))
 
 
@@ -115,12 +115,13 @@ def scaled(case, loss, scaling, policy=None):
 
 def flash(case, loss, dtype, *, release=False, muon=False):
     """A compressed optimizer, for all sizes that can be, or `mpx.optim.release`."""
-    options = {"compression": mpx.optim.Compression(min_size=0)}
+    rate, small = case.learning_rate, mpx.optim.Compression(min_size=0)
     # The rate of weight decay is that of `optax.adamw`.
-    optimizer = mpx.optim.flash_adamw(case.learning_rate, **options)
+    optimizer = mpx.optim.flash_adamw(rate, compression=small)
     if muon:
-        options |= {"matrices": axes_of, "consistent_rms": RMS}
-        optimizer = mpx.optim.flash_muon(case.learning_rate, **options)
+        optimizer = mpx.optim.flash_muon(
+            rate, matrices=axes_of, consistent_rms=RMS, compression=small
+        )
     released = mpx.optim.release(loss, optimizer) if release else None
 
     def step(carry, *args):
