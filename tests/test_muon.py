@@ -186,6 +186,18 @@ def test_axes_of_matrices_are_those_of_optax():
         np.testing.assert_allclose(found[key], true[key], atol=2e-6, rtol=0)
 
 
+def test_variables_of_nnx_may_hold_the_axes():
+    nnx = pytest.importorskip("flax.nnx")
+    params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)))
+
+    def axes(params):
+        return jax.tree.map(lambda x: Axes(0, 1) if x.ndim == 2 else None, params)
+
+    state: Any = flash_muon(0.02, matrices=axes).init(params)
+    assert state.nu["kernel"] is None
+    assert state.nu["bias"] is not None
+
+
 # --- what is no matrix --------------------------------------------------------------------
 
 

@@ -24,26 +24,28 @@ def make(name):
 def measure(name, routes):
     """Returns what each route found, f32 first, or the error that it raised."""
     cells: dict[str, dict[str, Any]] = {}
-
-    def cell(key, work):
-        try:
-            result, cells[key] = work()
-        except Exception as error:  # of any package
-            text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
-            cells[key] = {"error": f"{type(error).__name__}: {text}"[:300]}
-            return None
-        return result
-
-    case = cell("make", lambda: made(name))
+    case = attempt(cells, "make", lambda: made(name))
     if case is None:
         return cells | dict.fromkeys(routes, cells["make"])
-    exact = cell("f32", lambda: f32(case))
+    exact = attempt(cells, "f32", lambda: f32(case))
     for route in routes:
         if route != "f32":
-            cell(route, lambda route=route: routed(route, case, exact))
+            attempt(cells, route, lambda route=route: routed(route, case, exact))
     if exact is not None:
-        cell("f64", lambda: (None, {"of_f32": distance(exact, f64_grads(case))}))
+        error = lambda: (None, {"of_f32": distance(exact, f64_grads(case))})  # noqa: E731
+        attempt(cells, "f64", error)
     return cells
+
+
+def attempt(cells, key, work):
+    """Returns the result of some work; its cell has what it found, or its error."""
+    try:
+        result, cells[key] = work()
+    except Exception as error:  # of any package
+        text = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])
+        cells[key] = {"error": f"{type(error).__name__}: {text}"[:300]}
+        return None
+    return result
 
 
 def made(name):

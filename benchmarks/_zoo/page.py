@@ -1,13 +1,16 @@
 """What the zoo prints, and the page of the documentation that it writes."""
 
 import importlib.metadata
+import itertools
 import platform
+import statistics
 from typing import Any, NamedTuple
 
-from _zoo import REGISTRY
+from _zoo import REGISTRY, seeds
 from _zoo.routes import ROUTES, STEPS
 
 COMMAND = 'make zoo ARGS="--write"'
+SEEDS_COMMAND = 'make zoo ARGS="--seeds 3 --write"'
 # As for the curves of `step.py`: 2 % of what the loss falls by.
 TOLERANCE = 0.02
 # A number in e4m3 has 16 times the rounding error of one in bf16, but the matmuls alone
@@ -24,13 +27,15 @@ GRADIENTS = (
 TRAINING = (
     "model", "f32 loss", "rounded once", "bf16 without mpx", *ROUTES[2:], "note"
 )  # fmt: skip
+BASED = ((name,) if base else (name, "spread") for name, base in seeds.ROUTES.items())
+SEEDS = ("model", "before", *itertools.chain(*BASED))
 
 HEAD = f"""\
 # Models that were tried
 
 Small models of other packages, with random weights, trained for {STEPS} steps with AdamW on
-one random batch, through every route of mpx. No model was changed. This page is written
-by
+one random batch, through every route of mpx; [the last part](#seeds) trains some of them for
+longer, over several seeds. No model was changed. This page is written by
 
 ```bash
 {COMMAND}
@@ -68,6 +73,35 @@ of *rounded once*; larger ones are **bold**. {FAILED} did not run or did not tra
 that there is nothing to run. f16
 has a dynamic loss scale. *flash* is `mpx.optim.flash_adamw`, with f32 parameters, and with bf16
 ones under `amp`; *release* is the latter with `mpx.optim.release`.
+
+"""
+
+
+SEEDS_HEADING = "## Seeds\n"
+SEEDS_TEXT = f"""\
+{SEEDS_HEADING}
+Some of the models, trained for 200 steps (the U-Net for 60), each on a new batch of data
+that can be learnt: text of Python's documentation, images with a pattern for each class and
+noise, mixtures of tokens. Every seed has batches of its own, and other initial parameters:
+those of the package, permuted within each array. This part of the page is written by
+
+```bash
+{SEEDS_COMMAND}
+```
+
+The table has the mean over seeds of the loss of {seeds.TESTS} unseen batches, in f32, before
+and after training. In parentheses is the mean difference to the same seeds of *amp bf16*, and
+of *flash muon* to those of *muon f32*. A route is within the spread if that is at most the
+*spread*: the largest minus the smallest loss of these seeds. Larger differences are **bold**.
+
+*fp8*, *int8* and *nvfp4* are the recipes `CurrentScaling`, `Int8` and `NVFP4(emulate=True)` of
+`mpx.fp8`, for all sizes; *residuals* is the option of `amp`. These train with AdamW. *muon
+f32* is `optax.contrib.muon`, and *flash muon* is `mpx.optim.flash_muon` with bf16 parameters
+under `amp`. Both step the kernels of layers that have two axes; AdamW steps the others. –
+means that there are none, or that they have no names.
+
+NVFP4 has one scale per 16 × 16 numbers of a weight, which is much for weights of 64 × 64: with
+`weight_blocks="1d"` GPT-2 ends 0.0027 above *amp bf16*, within the spread.
 
 """
 
@@ -132,6 +166,37 @@ class Row(NamedTuple):
         return found
 
 
+class SeedsRow(Row):
+    """The results of a model over seeds: `losses` are those at the end, by seed."""
+
+    def losses(self, route):
+        """Returns the last loss of each seed, none if the route did not run."""
+        return self.cells.get(route, {}).get("losses", [])
+
+    def spread(self, route):
+        """Returns the largest minus the smallest loss of the seeds."""
+        return max(self.losses(route)) - min(self.losses(route))
+
+    def difference(self, route):
+        """Returns the mean difference to the same seeds of the route's base."""
+        both = self.losses(route), self.losses(seeds.ROUTES[route])
+        return statistics.mean(x - y for x, y in zip(*both, strict=True))
+
+    def fails(self, route):
+        """Returns why a route failed, or ends above its base by more than the spread."""
+        base = seeds.ROUTES[route]
+        if not base or not self.losses(route) or not self.losses(base):
+            return self.cells.get(route, {}).get("error", "")
+        difference, spread = self.difference(route), self.spread(base)
+        fine = difference <= spread  # not if it is nan
+        return "" if fine else f"{difference:+.4f}, with a spread of {spread:.4f}"
+
+    def progress(self):
+        """Returns one line."""
+        failed = [f"{x}: {why}" for x in seeds.ROUTES if (why := self.fails(x))]
+        return f"{self.name}: {self.seconds:.0f} s, {failed or 'within the spread'}"
+
+
 def percent(x):
     """Writes a share with two digits: `1.2 %`, `100 %`, `2e-05 %`."""
     if x is None:
@@ -177,9 +242,14 @@ def training_cells(row):
 
 def tables(rows):
     """Returns the tables of gradients and of training curves, in Markdown."""
-    for columns, cells in ((GRADIENTS, gradient_cells), (TRAINING, training_cells)):
-        lines = [columns, ["---"] * len(columns), *map(cells, rows)]
-        yield "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
+    yield markdown(GRADIENTS, map(gradient_cells, rows))
+    yield markdown(TRAINING, map(training_cells, rows))
+
+
+def markdown(columns, rows):
+    """Returns a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(x.strip() for x in line)} |\n" for line in lines)
 
 
 def count(rows):
@@ -203,13 +273,52 @@ def unexplained(rows):
     ]
 
 
-def write(page, rows):
-    """Writes the page, with the versions of what is installed."""
-    packages = sorted({"jax", "optax"} | {x.package for x in REGISTRY.values()})
+def seeds_cells(row):
+    """Yields the cells of the table over seeds."""
+    yield row.name
+    yield f"{row.losses('before')[0]:.4f}" if row.losses("before") else FAILED
+    for route, base in seeds.ROUTES.items():
+        losses, failed = row.losses(route), row.fails(route)
+        mean = f"{statistics.mean(losses):.4f}" if losses else FAILED if failed else "–"
+        if base is None:
+            yield from (mean, f"{row.spread(route):.4f}" if losses else "–")
+        elif losses and row.losses(base):
+            mark = "**" if failed else ""
+            yield f"{mark}{mean} ({row.difference(route):+.4f}){mark}"
+        else:
+            yield mean
+
+
+def seeds_table(rows):
+    """Returns the table over seeds, in Markdown, and how many are within the spread."""
+    within = []
+    for route in filter(seeds.ROUTES.get, seeds.ROUTES):
+        ran = [row.fails(route) for row in rows if route in row.cells]
+        within.append(f"{route} {ran.count('')} of {len(ran)}")
+    table = markdown(SEEDS, map(seeds_cells, rows))
+    return f"Within the spread: {', '.join(within)}.\n\n{table}"
+
+
+def versions(names):
+    """Returns the machine and the versions of what is installed."""
+    packages = sorted({"jax", "optax"} | {REGISTRY[x].package for x in names})
     listed = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     machine = f"Python {platform.python_version()} on a {platform.machine()} CPU"
+    return f"{machine}; {', '.join(listed)}.\n\n"
+
+
+def write(page, rows):
+    """Writes the page, apart from the part over seeds."""
+    _, heading, kept = page.read_text().partition(SEEDS_HEADING)
     gradients, training = tables(rows)
     page.write_text(
-        f"{HEAD}{machine}; {', '.join(listed)}.\n\n{count(rows)}\n\n"
-        f"{GRADIENT_TEXT}{gradients}\n{TRAINING_TEXT}{training}"
+        f"{HEAD}{versions(REGISTRY)}{count(rows)}\n\n"
+        f"{GRADIENT_TEXT}{gradients}\n{TRAINING_TEXT}{training}\n{heading}{kept}"
     )
+
+
+def write_seeds(page, rows):
+    """Writes the part of the page over seeds."""
+    kept = page.read_text().partition(SEEDS_HEADING)[0].rstrip("\n")
+    found = versions(seeds.TASKS) + seeds_table(rows)
+    page.write_text(f"{kept}\n\n{SEEDS_TEXT}{found}")

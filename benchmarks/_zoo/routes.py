@@ -1,6 +1,8 @@
 """The routes of mpx through which each model is trained, by its public names alone."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,11 +15,19 @@ import mpx
 from _models import cast
 
 STEPS = 20
+RMS = 0.2  # steps of Muon are as large as those of AdamW
+MATRICES = "^(?!.*(head|classifier)).*kernel"  # names of those of layers
 MOST_SKIPPED = 30  # a scale that starts at 2¹⁵ has reached zero by then
 ROUTES = (
     "f32", "own bf16", "policy bf16", "policy f16", "amp bf16", "amp f16", "fp8",
     "flash f32", "flash bf16", "release",
 )  # fmt: skip
+
+RECIPES = {
+    "fp8": mpx.recipes.CurrentScaling(),
+    "int8": mpx.recipes.Int8(),
+    "nvfp4": mpx.recipes.NVFP4(emulate=True),
+}
 
 Step = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -38,21 +48,44 @@ class Trained(NamedTuple):
 
 
 def low_loss(route, case):
-    """Returns the loss that runs in 16 bits, or in fp8 whatever the size of its matmuls."""
+    """Returns the loss that runs in 16 bits, or by a recipe whatever the size of matmuls."""
     kind, dtype = route.split()[0], route.split()[-1]
     if kind == "own":
         return case.own or (lambda *args: case.loss(*cast(args, jnp.bfloat16)))
     if kind == "policy":  # as JAX sees it
         policy = mpx.get_policy(f"p=f32,c={dtype},o=f32")
         return lambda *args: case.loss(*policy.cast_to_compute(args))
+    kept = dtype if kind == "residuals" else None
     dtype = "f16" if dtype == "f16" else "bf16"
-    loss = mpx.amp(case.loss, dtype=dtype, params=case.holds)
-    return mpx.fp8(loss, params=case.holds, min_gain=0) if kind == "fp8" else loss
+    loss = mpx.amp(case.loss, dtype=dtype, params=case.holds, residuals=kept)
+    if kind not in RECIPES:
+        return loss
+    return mpx.fp8(loss, RECIPES[kind], params=case.holds, min_gain=0)
 
 
-def plain(case, loss):
+def of_matrices(this, other=None):
+    """Returns a function that labels parameters: `this` for the matrices that Muon steps."""
+
+    def label(path, x):
+        name = jax.tree_util.keystr(path)
+        return this if x.ndim == 2 and re.search(MATRICES, name) else other
+
+    return functools.partial(jax.tree_util.tree_map_with_path, label)
+
+
+axes_of = of_matrices(optax.contrib.MuonDimensionNumbers(0, 1))
+
+
+def optax_muon(rate):
+    """Returns Muon with AdamW for the others: its own would be Nesterov's there, too."""
+    muon = optax.contrib.muon(rate, consistent_rms=RMS)
+    kinds: Any = {"muon": muon, "adamw": optax.adamw(rate, weight_decay=0.0)}
+    return optax.partition(kinds, of_matrices("muon", "adamw"))
+
+
+def plain(case, loss, make=optax.adamw):
     """JAX and optax alone."""
-    optimizer = optax.adamw(case.learning_rate)
+    optimizer = make(case.learning_rate)
 
     def step(carry, *args):
         params, state = carry
@@ -80,12 +113,15 @@ def scaled(case, loss, scaling, policy=None):
     return Run((case.params, optimizer.init(case.params), scaling), step)
 
 
-def flash(case, loss, dtype, *, release=False):
-    """`mpx.optim.flash_adamw`, with all sizes compressed that can be, or `mpx.optim.release`."""
+def flash(case, loss, dtype, *, release=False, muon=False):
+    """A compressed optimizer, for all sizes that can be, or `mpx.optim.release`."""
+    rate, small = case.learning_rate, mpx.optim.Compression(min_size=0)
     # The rate of weight decay is that of `optax.adamw`.
-    optimizer = mpx.optim.flash_adamw(
-        case.learning_rate, compression=mpx.optim.Compression(min_size=0)
-    )
+    optimizer = mpx.optim.flash_adamw(rate, compression=small)
+    if muon:
+        optimizer = mpx.optim.flash_muon(
+            rate, matrices=axes_of, consistent_rms=RMS, compression=small
+        )
     released = mpx.optim.release(loss, optimizer) if release else None
 
     def step(carry, *args):
@@ -120,16 +156,19 @@ def run_of(route, made):
     kind, dtype = route.split()[0], route.split()[-1]
     scaling = mpx.DynamicLossScaling.pow2() if dtype == "f16" else mpx.NoLossScaling()
     match kind:
-        case "f32" | "own":
-            return plain(made, made.loss if kind == "f32" else low_loss(route, made))
+        case "own":
+            return plain(made, low_loss(route, made))
+        case "f32" | "muon":
+            return plain(made, made.loss, optax_muon if kind == "muon" else optax.adamw)
         case "policy":
             return scaled(made, made.loss, scaling, f"p=f32,c={dtype},o=f32")
-        case "amp" | "fp8":
+        case "amp" | "residuals" | "fp8" | "int8" | "nvfp4":
             return scaled(made, low_loss(route, made), scaling)
         case _:
             dtype = "f32" if dtype == "f32" else "bf16"
             loss = made.loss if dtype == "f32" else low_loss("amp bf16", made)
-            return flash(made, loss, dtype, release=kind == "release")
+            options = {"release": kind == "release", "muon": "muon" in route}
+            return flash(made, loss, dtype, **options)
 
 
 def from_rounded(run):

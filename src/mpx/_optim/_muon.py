@@ -66,7 +66,8 @@ def muon_rules(rule: Muon, matrices: Matrices, flat: FlatParams) -> list[Muon | 
 
 
 def _is_axes(x: object) -> bool:
-    return hasattr(x, "reduction_axis")
+    # A variable of NNX has the attributes of what it holds.
+    return isinstance(x, tuple) and hasattr(x, "reduction_axis")
 
 
 def run(
