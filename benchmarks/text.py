@@ -11,7 +11,8 @@ code that comes with every Python (`pydoc_data.topics`). The model reads bytes. 
 tenth of each topic is held out; the loss on it is in nats per byte. Each mode must end
 within the spread of the seeds of the first: `bf16`, and recipes of `mpx.fp8`, with AdamW;
 `muon`, optax's in f32, `flash-muon`, in 8 bits with bf16 parameters, and the same with its
-matmuls in fp8. NVFP4 is emulated, with and without its parts.
+matmuls in fp8. NVFP4 is emulated, with and without its parts. `--json FILE` writes what was
+measured.
 """
 
 import functools
@@ -34,6 +35,7 @@ from _measure import (
     pick,
     read_options,
     time_steps,
+    write_json,
 )
 from _models import Decoder
 
@@ -144,7 +146,7 @@ def run(seed, size, steps, text, count):
 
 def main():
     """Trains all seeds in all modes; returns whether one ends elsewhere."""
-    options = read_options(__doc__, "seeds=3 steps=300 modes=bf16,fp8 tiny")
+    options = read_options(__doc__, "seeds=3 steps=300 modes=bf16,fp8 json=str tiny")
     pick(dict.fromkeys(MODES), options.modes)
     size, text, machine = TINY if options.tiny else LARGE, read_text(), environment()
     kernel = "cudnn" if machine["backend"] == "gpu" else "xla"
@@ -159,15 +161,19 @@ def main():
         low = jax.eval_shape(lambda: mpx.cast_tree(size.init(key), "bf16"))
         tokens = jax.ShapeDtypeStruct((size.sequences, size.length + 1), jnp.int32)
         print(mpx.inspect.report(mpx.fp8(loss), low, tokens), flush=True)
-    final, rows, means = {}, [], []
+    final, rows, means, runs = {}, [], [], {}
     for mode in options.modes:
-        steps, times = make_steps(mode, loss, options), []
+        steps, times, curves = make_steps(mode, loss, options), [], {}
         for seed in range(options.seeds):
             curve, spent = run(seed, size, steps, text, options.steps)
             final.setdefault(mode, []).append(curve[options.steps])
             times.append(spent)
+            curves[seed] = curve
             told = " ".join(f"{step}:{value:.4f}" for step, value in curve.items())
             print(f"{mode} seed {seed}, {spent:.2f} ms/step: {told}", flush=True)
+        runs[mode] = [{"ms": min(times), "curves": curves, "environment": machine}]
+        if options.json:
+            write_json(options.json, runs)
         means.append(statistics.mean(final[mode]))
         ends = [number(x, 4) for x in (*final[mode], means[-1])]
         rows.append([mode, *ends, number(min(times))])

@@ -5,12 +5,15 @@ object: by the name of each function, its matmuls, or the error of the compiler.
 """
 
 import json
+import re
 import sys
 from typing import Any
 
 from scripts import script
 
 TOKENS, WIDTH, HIDDEN = 2048, 1024, 4096
+# A matmul of integers that sums over the last axis of both.
+ROWS = r"= s32\S* dot\(.*lhs_contracting_dims=\{1\}, rhs_contracting_dims=\{1\}"
 
 
 def devices():
@@ -164,12 +167,13 @@ def main():
         except Exception as error:
             results[name] = {"error": str(error)[:2000]}
             continue
-        found = mpx.inspect.fp8_check(program)
+        found, text = mpx.inspect.fp8_check(program), program.as_text()
         results[name] = {
             "fp8": found.fp8,
             "int8": found.int8,
             "other": dict(found.other),
-            "casts": program.as_text().count('"__gpu$xla.gpu.triton"'),
+            "casts": text.count('"__gpu$xla.gpu.triton"'),
+            "rows": len(re.findall(ROWS, text)),
         }
     print(json.dumps(results))
 

@@ -63,7 +63,7 @@ def integers(x, axes, noise=None):
     np.testing.assert_allclose(number, x / (largest / 127), rtol=2.0**-22)
     if noise is None:
         return np.rint(number), scale.astype(np.float64)
-    codes = np.sign(x) * np.floor(np.minimum(np.abs(number), 127) + noise)
+    codes = np.floor(np.clip(number, -127, 127) + noise)
     return codes, scale.astype(np.float64)
 
 

@@ -57,9 +57,9 @@ def four_bits(x, noise=None):
     above = np.minimum(below + 1, 7)
     gap = np.maximum(E2M1_NUMBERS[above] - E2M1_NUMBERS[below], 0.5)
     share = (size - E2M1_NUMBERS[below]) / gap
-    return np.where(share + noise >= 1, E2M1_NUMBERS[above], E2M1_NUMBERS[below]) * (
-        np.sign(x)
-    )
+    # The higher of the two is taken if the noise is large.
+    is_above = np.where(x < 0, noise < share, share + noise >= 1)
+    return np.where(is_above, E2M1_NUMBERS[above], E2M1_NUMBERS[below]) * np.sign(x)
 
 
 def quantized(x, tall=1, noise=None):

@@ -40,7 +40,9 @@ MOVES = _REPEATS.union(
     )
 )
 # A result for each operand, which it equals.
-_BARRIERS = frozenset(names("optimization_barrier pvary pcast sharding_constraint"))
+_BARRIERS = frozenset(
+    names("optimization_barrier pvary pcast sharding_constraint layout_constraint")
+)
 
 
 class Source(NamedTuple):

@@ -7,13 +7,13 @@ stream), or that would turn the error of a code into a large one (exp, a compari
 
 The function, and the body of each loop in it, becomes a `jax.custom_vjp`. Its forward pass
 runs the equations that it ran before, and codes the roots. Its backward pass decodes a root
-where it is first read, and not before the gradient has arrived there: a barrier keeps XLA
-from decoding all of them at once.
+where it is read, and not before the gradient has arrived there: a barrier keeps XLA
+from decoding all of them at once. XLA orders what is left as it likes, so that both passes
+also wait for what they make: the codes of a root, and the gradients of parameters.
 """
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +29,7 @@ from mpx._amp._facts import F32, LOW_DTYPES
 from mpx._jax import _compat as compat
 from mpx._jax._compat import Literal, eval_equation, open_jaxpr
 from mpx._jax._formats import FORMATS
+from mpx._kernels._order import after
 from mpx._program import HANDLERS
 from mpx._program import _interpreter as interpreter
 from mpx._program import _queries as queries
@@ -54,8 +55,8 @@ class Coded(NamedTuple):
     """An array in 8 bits: `original ≈ codes · peak / largest code`."""
 
     codes: Array  # integers: `jax.checkpoint` rounds what it saves, if it is a float
-    # The largest magnitude of each block of the last axis, in its own dtype. `None` for
-    # codes that are bf16 numbers.
+    # The largest magnitude of each block of an axis, in its own dtype. `None` for codes
+    # that are bf16 numbers.
     peak: Array | None
 
 
@@ -67,35 +68,54 @@ def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
     kept. A block with an inf or nan becomes nan.
     """
     dtype, _, smallest = FORMS[form]
-    wide, size = x.astype(jnp.float32), x.shape[-1]
-    padding = [(0, 0, 0)] * (x.ndim - 1) + [(0, -size % _BLOCK, 0)]
+    axis, wide = _axis(x.shape), x.astype(jnp.float32)
+    padding = [(0, 0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
     blocks = lax.pad(jnp.abs(wide), np.float32(0), padding)
-    peak = jnp.max(blocks.reshape(*x.shape[:-1], -1, _BLOCK), axis=-1)
-    numbers = wide / _unit(peak, form, size)
+    blocks = blocks.reshape(*x.shape[:axis], -1, _BLOCK, *x.shape[axis + 1 :])
+    peak = jnp.max(blocks, axis=axis + 1)
+    numbers = wide / _unit(peak, form, axis, x.shape[axis])
     if keeps_signs:
         # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
         numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
     if form == "int8":
-        return Coded(jnp.round(numbers).astype(dtype), peak.astype(x.dtype))
-    codes = lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8)
+        codes = jnp.round(numbers).astype(dtype)
+    else:
+        codes = lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8)
     return Coded(codes, peak.astype(x.dtype))
 
 
-def decode(coded: Coded, form: str, dtype: np.dtype) -> Array:
-    """Returns the numbers of an array in 8 bits, or bf16."""
+def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
+    """Returns the numbers of an array in 8 bits, or bf16, times `one`."""
     if coded.peak is None:
-        return lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(dtype)
+        wide = lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(jnp.float32)
+        return (wide * one).astype(dtype)
     wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
-    return (wide * _unit(coded.peak, form, wide.shape[-1])).astype(dtype)
+    axis = _axis(wide.shape)
+    unit = _unit(coded.peak, form, axis, wide.shape[axis])
+    return (wide * unit * one).astype(dtype)
 
 
-def _unit(peak: Array, form: str, size: int) -> Array:
+def _axis(shape: Sequence[int]) -> int:
+    """Returns the axis that is cut into blocks: the last one that needs no padding.
+
+    If possible, one whose blocks lie on one device each, however XLA shards the array.
+    """
+    sizes = [*reversed([*enumerate(shape)])]
+    for whole in (_BLOCK * jax.device_count(), _BLOCK):
+        for axis, size in sizes:
+            if size % whole == 0:
+                return axis
+    return len(shape) - 1
+
+
+def _unit(peak: Array, form: str, axis: int, size: int) -> Array:
     """Returns what a code of 1 stands for, for each number."""
     # The peak is kept, not the unit: the largest number of a block comes back exactly, as
     # the 1 of a softmax that is sure, from which a derivative subtracts 1.
     unit = jnp.maximum(peak.astype(jnp.float32) / FORMS[form][1], FORMATS["f32"].tiny)
-    wide = jnp.repeat(unit, _BLOCK, axis=-1)
-    return wide if wide.shape[-1] == size else wide[..., :size]
+    # With the shape of the numbers: XLA fuses with what else reads these.
+    return lax.slice_in_dim(jnp.repeat(unit, _BLOCK, axis), 0, size, axis=axis)
 
 
 # --- Which values are kept ------------------------------------------------------------
@@ -136,6 +156,9 @@ class Known(NamedTuple):
     is_param: bool = True  # whether parameters and constants alone enter
     is_exact: bool = True  # whether it is the same if it is computed from decoded roots
     is_signed: bool = False  # whether its sign is that of its root
+    is_reduced: bool = (
+        True  # whether it comes from reductions alone, as a variance does
+    )
     depth: int = 0
 
 
@@ -160,7 +183,7 @@ class Search:
             if name in _ORDERED:
                 self._ordered.update(x for x in eqn.invars if _is_var(x))
         for var, kind in zip(jaxpr.invars, kinds, strict=True):
-            kept = Known((), kind == "param")
+            kept = Known((), kind == "param", is_reduced=False)
             self._known[var] = self._root(var) if kind == "data" else kept
         for var, eqn in self.maker.items():
             self._known[var] = self._follow(eqn, var)
@@ -185,15 +208,18 @@ class Search:
     def _read(self, atom: Any) -> Known:
         return self._known[atom] if _is_var(atom) else Known()
 
-    def _root(self, var: Any, is_param: bool = False) -> Known:
+    def _root(
+        self, var: Any, is_param: bool = False, is_reduced: bool = False
+    ) -> Known:
         """Returns what is known of a value that is kept if it is needed."""
         name = self._makes(var)
-        is_coded = not is_param and _can_code(var.aval) and var not in self._ordered
+        is_coded = not (is_param or is_reduced) and _can_code(var.aval)
+        is_coded &= var not in self._ordered
         if is_coded and name:
             is_wide = name in _WEIGHTS and var.aval.dtype == F32
             is_coded = is_wide or name in _CODED
             is_coded &= _EXACT not in compat.scopes_of(self.maker[var])
-        return Known((var,), is_param, not is_coded, True)
+        return Known((var,), is_param, not is_coded, True, is_reduced)
 
     def _makes(self, var: Any) -> str:
         """Returns the primitive that makes a value; "" for an input."""
@@ -201,11 +227,16 @@ class Search:
 
     def _follow(self, eqn: Equation, var: Any) -> Known:
         name, read = eqn.primitive.name, [*map(self._read, eqn.invars)]
-        is_param, is_exact = (all(x[i] for x in read) for i in (1, 2))
+        is_param, is_exact, is_reduced = (
+            all(getattr(x, f"is_{kind}") for x in read)
+            for kind in ("param", "exact", "reduced")
+        )
         inner = {x.primitive.name for x in queries.equations(eqn)} - {*queries.CALLS}
-        if name not in _AGAIN | _STEPS and not (inner and inner <= _AGAIN):
-            return self._root(var, is_param)
         roots = tuple(dict.fromkeys(root for x in read for root in x.roots))
+        is_spread = roots and var.aval.size > max(x.aval.size for x in eqn.invars)
+        is_reduced = name.startswith("reduce_") or (is_reduced and not is_spread)
+        if name not in _AGAIN | _STEPS and not (inner and inner <= _AGAIN):
+            return self._root(var, is_param, is_reduced)
         pairs = zip(eqn.invars, read, strict=True)
         is_signed = all(x.is_signed or self._is_zero(atom) for atom, x in pairs)
         is_signed &= len(roots) == 1
@@ -220,9 +251,9 @@ class Search:
             or (var in self._compared and roots and not is_signed)
             or (var in self._ordered and not is_exact)
         ):
-            return self._root(var, is_param)
+            return self._root(var, is_param, is_reduced)
         is_exact, is_signed = is_exact or is_step, is_signed and name in _SIGNED
-        return Known(roots, is_param, is_exact, is_signed, depth)
+        return Known(roots, is_param, is_exact, is_signed, is_reduced, depth)
 
 
 def _is_var(atom: Any) -> bool:
@@ -234,10 +265,11 @@ def _can_code(aval: Aval) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype not in (F32, *LOW_DTYPES) or aval.size < _LEAST:
         return False
-    if any(axis is not None for axis in aval.sharding.spec[-1:]):
+    axis, each = _axis(aval.shape), aval.dtype.itemsize
+    if any(x is not None for x in aval.sharding.spec[axis : axis + 1]):
         return False  # JAX refuses to cut an axis that is sharded explicitly.
-    blocks, each = math.prod(aval.shape[:-1]), aval.dtype.itemsize
-    size = aval.size + each * blocks * -(-aval.shape[-1] // _BLOCK)
+    count = aval.shape[axis]
+    size = aval.size + each * aval.size // count * -(-count // _BLOCK)
     return 4 * size <= 3 * aval.size * each
 
 
@@ -267,10 +299,9 @@ def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Valu
         new, consts = open_jaxpr(jax.make_jaxpr(linear)(*types_of(args)))
         search, wanted = Search(new, kinds), new.outvars[count:]
         roots, inputs = search.roots(wanted), [*new.constvars, *new.invars]
-        whole = compat.jaxpr_of(inputs, [*new.outvars[:count], *roots], list(new.eqns))
-        outs = compat.eval_jaxpr(whole, (), *consts, *args)
-        pairs = zip(roots, outs[count:], strict=True)
-        kept = [search.kept(root, x, form) for root, x in pairs]
+        env = dict(zip(inputs, [*consts, *args], strict=True))
+        env, coded = _run_keeping(new, env, roots, search, form)
+        outs, kept = [_read(env, x) for x in new.outvars[:count]], [*coded.values()]
         # Data, such as the carry of a loop, is a root or not needed.
         pairs = zip(kinds, args, strict=True)
         given = [None if kind == "data" else x for kind, x in pairs]
@@ -293,11 +324,44 @@ def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Valu
             found = dict(zip(free, grads, strict=True))
             return tuple([found.get(i) for i in range(len(args))])
 
-        return outs[:count], jax.tree_util.Partial(backward, [*consts, *given, *kept])
+        return outs, jax.tree_util.Partial(backward, [*consts, *given, *kept])
 
     call = jax.custom_vjp(lambda *args: run(*args))
     call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
     return call
+
+
+def _run_keeping(
+    jaxpr: Jaxpr,
+    env: dict[Any, PyTree],
+    roots: Sequence[Any],
+    search: Search,
+    form: str,
+) -> tuple[dict[Any, PyTree], dict[Any, PyTree]]:
+    """Runs a jaxpr; returns all values, and the roots as they are kept, in their order."""
+    kept, wanted, made = dict.fromkeys(roots), {*roots}, []
+
+    def keep(variables: Sequence[Any]) -> None:
+        for var in filter(wanted.__contains__, variables):
+            kept[var] = search.kept(var, env[var], form)
+            if isinstance(kept[var], Coded):
+                made.append(kept[var].codes)
+
+    keep([*env])
+    for eqn in jaxpr.eqns:
+        if made and eqn.primitive.name in queries.MATMULS:
+            # Else XLA may make codes when they are read, and keep what they are made of.
+            least = min(eqn.invars[:2], key=lambda x: x.aval.size)
+            env[least], made = after(env[least], made), []
+        with compat.source_context(eqn), eqn.ctx.manager:
+            outs = eval_equation(eqn, [_read(env, x) for x in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+        keep(eqn.outvars)
+    return env, kept
+
+
+def _read(env: Mapping[Any, PyTree], atom: Any) -> PyTree:
+    return env[atom] if _is_var(atom) else atom.val
 
 
 @dataclasses.dataclass
@@ -305,31 +369,44 @@ class _Again:
     """A backward pass: values of the forward pass are computed again where they are read."""
 
     maker: Mapping[Any, Equation]
-    known: dict[Any, PyTree]  # what is kept, decoded or computed; `None` if nothing is
+    known: dict[Any, PyTree]  # what is kept or computed; `None` if nothing is
     form: str
+    # Gradients that were computed since a root was decoded.
+    done: Values = dataclasses.field(default_factory=list)
+    one: Any = 1.0  # what decoded numbers are multiplied by, so that they wait
 
     def run(self, program: Jaxpr, wanted: Sequence[Any], arriving: Values) -> Values:
         """Runs a jaxpr whose inputs are wanted values and the cotangents that arrive."""
         body, consts = open_jaxpr(program)
         source = dict(zip(body.invars, wanted, strict=False))
+        leaving = _before_casts(body)
         # For a value of this pass, one in memory that it is computed from.
-        after = dict(zip(body.invars[len(wanted) :], arriving, strict=True))
-        env = after | dict(zip(body.constvars, consts, strict=True))
+        base = dict(zip(body.invars[len(wanted) :], arriving, strict=True))
+        env = base | dict(zip(body.constvars, consts, strict=True))
 
         def read(atom: Any, arrived: PyTree = None) -> PyTree:
             if not _is_var(atom):
                 return atom.val
             return self.value(source[atom], arrived) if atom in source else env[atom]
 
+        def is_coded(atom: Any) -> bool:
+            return isinstance(self.known.get(source.get(atom)), Coded)
+
         for eqn in body.eqns:
-            found = (after[x] for x in eqn.invars if _is_var(x) and x in after)
+            found = (base[x] for x in eqn.invars if _is_var(x) and x in base)
             arrived = next(found, None)
-            outs = eval_equation(eqn, [read(x, arrived) for x in eqn.invars])
+            given = [read(x, arrived) for x in eqn.invars]
+            if eqn.primitive.name in queries.REMAT and any(map(is_coded, eqn.invars)):
+                # As a part of this pass: XLA would not fuse it with the decoding.
+                outs = compat.eval_jaxpr(*open_jaxpr(eqn.params["jaxpr"]), *given)
+            else:
+                outs = eval_equation(eqn, given)
             env.update(zip(eqn.outvars, outs, strict=True))
             if eqn.primitive.name in _STORED:
-                after.update(zip(eqn.outvars, outs, strict=True))
+                base.update(zip(eqn.outvars, outs, strict=True))
             elif arrived is not None:
-                after.update(dict.fromkeys(eqn.outvars, arrived))
+                base.update(dict.fromkeys(eqn.outvars, arrived))
+            self.done += [env[x] for x in eqn.outvars if x in leaving]
         return [*map(read, body.outvars)]
 
     def value(self, atom: Any, arrived: PyTree) -> PyTree:
@@ -338,14 +415,27 @@ class _Again:
             return atom.val
         found = self.known.get(atom)
         if isinstance(found, Coded):
-            # Also where nothing has arrived: XLA takes a cast and its inverse for none.
+            if self.done:
+                self.one = after(jnp.ones((), jnp.float32), self.done)
+                self.done = []
+            # Also where nothing has arrived: XLA takes a cast and its inverse for none. For
+            # each reader, or XLA writes the decoded numbers for all of them.
             coded, _ = lax.optimization_barrier((found, arrived))
-            self.known[atom] = decode(coded, self.form, atom.aval.dtype)
-        elif found is None:
+            return decode(coded, self.form, atom.aval.dtype, self.one)
+        if found is None:
             eqn = self.maker[atom]
             outs = eval_equation(eqn, [self.value(x, arrived) for x in eqn.invars])
             self.known.update(zip(eqn.outvars, outs, strict=True))
         return self.known[atom]
+
+
+def _before_casts(jaxpr: Jaxpr) -> set[Any]:
+    """Returns what an open jaxpr returns, or casts before."""
+    found = {*filter(_is_var, jaxpr.outvars)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0] in found:
+            found = found - {*eqn.outvars} | {*filter(_is_var, eqn.invars)}
+    return found
 
 
 # --- The whole function ---------------------------------------------------------------

@@ -73,7 +73,7 @@ follow | moves numbers without changing them
   reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze
   expand_dims split unstack tile copy copy_p argmax argmin sort top_k cummax cummin
   reduce_window_max reduce_window_min stop_gradient name sharding_constraint reshard
-  mesh_cast optimization_barrier device_put debug_callback debug_print
+  layout_constraint mesh_cast optimization_barrier device_put debug_callback debug_print
 follow | communication in the dtype of the value
   all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum
   psum_invariant psum2 psend precv pmax pmin psum_scatter reduce_scatter

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
@@ -122,9 +123,10 @@ def to_fp8(
     # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
     gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
     if recipe.by_row:
+        one = jnp.ones((), jnp.float32)
         # The first product of a gradient is one of the backward pass, too.
         first, second = (
-            Operand(*_by_row(recipe, role, x, axes, backward), axes, batch, gathered)
+            _by_row(recipe, role, Operand(x, one, axes, batch, gathered), backward)
             for axes, backward in zip(groups, (role == "grad", True), strict=True)
         )
         return first, second
@@ -150,20 +152,38 @@ def to_fp8(
     return first, second
 
 
-def _by_row(
-    recipe: Recipe, role: str, x: Array, axes: Axes, backward: bool
-) -> tuple[Array, Array]:
-    """Returns codes, and the scales of what is summed over some axes."""
-    form = recipe.form(role, backward=backward)
+def _by_row(recipe: Recipe, role: str, given: Operand, backward: bool) -> Operand:
+    """Returns an operand in 8 bits, with a scale for all that is summed over."""
+    x, form = given.codes, recipe.form(role, backward=backward)
     if not form:
-        return x, jnp.ones((), jnp.float32)
-    amax = largest_magnitude(x, axes)
+        return given
+    amax = largest_magnitude(x, given.summed)
     if form == "int8":
         scale = integer_scale(amax)
         noise = noise_of(x) if recipe.is_dithered(role) else None
-        return mpx_round(x.astype(jnp.float32) * (1 / scale), noise, form), scale
+        codes = mpx_round(x.astype(jnp.float32) * (1 / scale), noise, form)
+        made = dataclasses.replace(given, codes=codes, scale=scale)
+        return made if given.gathered else _summed_last_on_gpu(made)
     scale = power_of_two_scale(amax, form)
-    return quantize(x, scale, form, clip=False), scale
+    codes = quantize(x, scale, form, clip=False)
+    return dataclasses.replace(given, codes=codes, scale=scale)
+
+
+def _summed_last_on_gpu(x: Operand) -> Operand:
+    rank = x.codes.ndim
+    order = [i for i in range(rank) if i not in x.summed] + [*x.summed]
+    if order == [*range(rank)] or not isinstance(gpu_capability(), tuple):
+        return x
+    codes, scale = (lax.transpose(a, order) for a in (x.codes, x.scale))
+    last = tuple(range(rank - len(x.summed), rank))
+    return Operand(codes, scale, last, tuple(order.index(i) for i in x.batch))
+
+
+def in_order(x: Array) -> Array:
+    """Returns an array whose axes a GPU has in memory in their order."""
+    if not isinstance(gpu_capability(), tuple):
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _come_first(axes: Axes) -> bool:

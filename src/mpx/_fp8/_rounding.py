@@ -46,14 +46,13 @@ def mpx_round(x: Array, noise: Array | None, form: str) -> Array:
     """Returns the codes of scaled numbers: the nearest ones, or by `noise` one beside."""
     largest = np.float32(_LARGEST[form])
     # A number times a rounded inverse may exceed the range by an ulp.
-    size = jnp.minimum(jnp.abs(x), largest)
-    step = jnp.ones((), jnp.float32)
-    if form == "e2m1":  # 0, ½, 1, 1½, 2, 3, 4, 6
-        step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    size /= step
-    size = jnp.round(size) if noise is None else jnp.floor(size + noise)
-    size *= step
-    return jnp.where(x < 0, -size, size).astype(_DTYPES[form])
+    x = jnp.clip(x, -largest, largest)
+    whole = lambda x: jnp.round(x) if noise is None else jnp.floor(x + noise)  # noqa: E731
+    if form == "int8":
+        return whole(x).astype(_DTYPES[form])
+    size = jnp.abs(x)  # 0, ½, 1, 1½, 2, 3, 4, 6
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return (whole(x / step) * step).astype(_DTYPES[form])
 
 
 def to_e4m3(x: Array, *, up: bool) -> Float32[Array, "..."]:

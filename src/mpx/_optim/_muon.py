@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._jax._sharding import one_device_each, one_stack, sharded_as
@@ -152,14 +152,26 @@ def newton_schulz(x: Array, options: NewtonSchulz) -> Array:
 
     for a, b, c in options.coefficients:
         square = product(x, x.mT)
-        factor = plus(b, square, c, product(square, square))
+        # It is symmetric, and so its transpose. fp8 reads rows of both.
+        factor = plus(b, square, c, product(square, square.mT))
         x = plus(a, x, 1.0, product(factor, x))
     return x.mT if tall else x
 
 
 def _fp8_product(x: Array, y: Array) -> Array:
-    (x, x_scale), (y, y_scale) = _quantized(x), _quantized(y)
-    out = jnp.matmul(x, y, preferred_element_type=jnp.bfloat16)
+    """Returns `x @ y` of matrices, from codes that are both summed over their last axis."""
+    (x, x_scale), (y, y_scale) = _quantized(x), _quantized(y.mT)
+
+    def dot(preset: lax.DotAlgorithmPreset | None, x: Array, y: Array) -> Array:
+        axes = ((2,), (2,)), ((0,), (0,))
+        wide = F32 if preset is None else jnp.bfloat16
+        out = lax.dot_general(x, y, axes, preset, preferred_element_type=wide)
+        return out.astype(jnp.bfloat16)
+
+    # With a preset it is one call of cuBLASLt; without XLA tries its own kernels for long.
+    fast = functools.partial(dot, lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM)
+    plain = functools.partial(dot, None)
+    out = lax.platform_dependent(x, y, cuda=fast, default=plain)
     return (out.astype(F32) * (x_scale * y_scale)).astype(out.dtype)
 
 

@@ -47,7 +47,7 @@ GROUPED = "grouped_matmul"
 SHAPE_ONLY = frozenset(
     names(
         "broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev pvary "
-        "pcast sharding_constraint reshard mesh_cast"
+        "pcast sharding_constraint layout_constraint reshard mesh_cast"
     )
 )
 # The same numbers, or some of them, possibly rounded.

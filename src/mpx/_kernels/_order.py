@@ -1,0 +1,68 @@
+"""The order in which a GPU computes what does not depend on one another.
+
+XLA drops barriers before it orders a program. It may then leave work that nothing waits for
+until the end, such as gradients of biases, with all that it reads in memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding
+
+from mpx._jax._compat import struct_like
+from mpx._jax._private import private
+from mpx._jax._sharding import Parts, partitioned, spec_of
+from mpx._kernels._dispatch import plain_under_vmap
+
+
+def after(x: Array, others: Sequence[Array]) -> Array:
+    """Returns `x`, which is computed on a GPU after the others.
+
+    It is multiplied by a 1 that a kernel writes which has the others as arguments. On several
+    devices, or in a `shard_map`, nothing waits: the others may be sums over devices, which
+    XLA computes meanwhile.
+    """
+    is_complex = lambda x: jnp.issubdtype(x.dtype, jnp.complexfloating)  # noqa: E731
+    others = [x for x in others if x.size and not is_complex(x)]
+    meshes = [jax.typeof(x).sharding.mesh for x in others]
+    is_local = all(x.empty or (x.size == 1 and not x.manual_axes) for x in meshes)
+    if not others or is_complex(x) or not is_local or private("kernels") is None:
+        return x
+
+    def plain(*others: Array) -> Array:
+        return jnp.ones((), jnp.float32)
+
+    def parts(mesh: Any, args: Any, _: Any) -> Parts:
+        return plain, tuple(x.sharding for x in args), NamedSharding(mesh, spec_of([]))
+
+    def kernel(*others: Array) -> Array:
+        if not meshes[0].empty:
+            return _one(*others)
+        axes = [
+            " ".join(f"axis{i}of{j}" for i in range(x.ndim))
+            for j, x in enumerate(others)
+        ]
+        return partitioned(_one, others, parts, rule=f"{', '.join(axes)} ->")
+
+    call = plain_under_vmap(kernel, plain)
+    one = lax.platform_dependent(*others, cuda=call, default=plain)
+    return x * one.astype(x.dtype)
+
+
+def _one(*others: Array) -> Array:
+    pl: Any = private("kernels")
+
+    def kernel(*refs: Any) -> None:
+        refs[-1][...] = jnp.ones((), jnp.float32)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=struct_like(jnp.zeros((), jnp.float32), ()),
+        in_specs=[pl.no_block_spec] * len(others),
+        out_specs=pl.no_block_spec,
+        compiler_params=pl.CompilerParams(num_warps=1, num_stages=1),
+        name="mpx_after",
+    )(*others)
