@@ -830,7 +830,7 @@ BREAKS = [
     Break(
         "parameters are coded",
         "_amp",
-        'kept = Known((), kind == "param")',
+        'kept = Known((), kind == "param", is_reduced=False)',
         "kept = self._root(var)",
         "amp_residuals",
         "parameters_are_not_coded",
@@ -842,6 +842,14 @@ BREAKS = [
         "if False:",
         "amp_residuals",
         "not_fused",
+    ),
+    Break(
+        "variances become codes, and small ones 0",
+        "_amp",
+        "not (is_param or is_reduced) and",
+        "not is_param and",
+        "amp_residuals",
+        "variances_are_kept",
     ),
     Break(
         "max pooling compares codes",

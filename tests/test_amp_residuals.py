@@ -17,6 +17,7 @@ import mpx
 from models import equations, normal
 from mpx import amp
 from mpx._amp._residuals import FORMS, decode, encode
+from mpx._kernels import _order
 from numerics import ulp_distance
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 4, 32, 64, 256, 2, 2
@@ -698,3 +699,28 @@ def test_decoding_waits_for_the_gradient():
     # Codes, their scales, and a value of the backward pass.
     assert sizes
     assert set(sizes) == {3}
+
+
+def normed(p, x):
+    mean, square = jnp.mean(x, axis=-1), jnp.mean(x**2, axis=-1)
+    scale = jax.lax.rsqrt(square - mean**2)
+    return jnp.sum(jnp.tanh((x - mean[:, None]) * scale[:, None] * p[None]))
+
+
+def test_variances_are_kept():
+    # Rows of very different sizes lie in one block of variances.
+    sizes = 2.0 ** (np.arange(4096) % 16 - 8)
+    x = normal(0, 4096, 64) * jnp.asarray(sizes, jnp.float32)[:, None]
+    plain, coded = (
+        jax.jit(jax.grad(amp(normed, residuals=kept), argnums=1))(jnp.ones(64), x)
+        for kept in (None, "int8")
+    )
+    apart = np.linalg.norm(coded - plain, axis=1) / np.linalg.norm(plain, axis=1)
+    assert apart.max() < 0.05
+
+
+def test_order_is_kept_by_a_kernel_that_writes_one():
+    others = jnp.zeros((3, 5), jnp.int8), jnp.full((7,), jnp.nan), jnp.float32(0)
+    assert _order._one(*others, interpret=True) == 1
+    x = normal(0, 4)
+    assert np.array_equal(jax.jit(_order.after)(x, others), x)

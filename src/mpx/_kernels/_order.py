@@ -26,7 +26,7 @@ def after(x: Array, others: Sequence[Array]) -> Array:
     XLA computes meanwhile.
     """
     is_complex = lambda x: jnp.issubdtype(x.dtype, jnp.complexfloating)  # noqa: E731
-    others = [x for x in others if x.size and not is_complex(x)]
+    others = [x for x in others if x.ndim and x.size and not is_complex(x)]
     meshes = [jax.typeof(x).sharding.mesh for x in others]
     is_local = all(x.empty or (x.size == 1 and not x.manual_axes) for x in meshes)
     if not others or is_complex(x) or not is_local or private("kernels") is None:
@@ -38,21 +38,24 @@ def after(x: Array, others: Sequence[Array]) -> Array:
     def parts(mesh: Any, args: Any, _: Any) -> Parts:
         return plain, tuple(x.sharding for x in args), NamedSharding(mesh, spec_of([]))
 
+    def local(*others: Array) -> Array:
+        return _one(*others)
+
     def kernel(*others: Array) -> Array:
         if not meshes[0].empty:
-            return _one(*others)
+            return local(*others)
         axes = [
             " ".join(f"axis{i}of{j}" for i in range(x.ndim))
             for j, x in enumerate(others)
         ]
-        return partitioned(_one, others, parts, rule=f"{', '.join(axes)} ->")
+        return partitioned(local, others, parts, rule=f"{', '.join(axes)} ->")
 
     call = plain_under_vmap(kernel, plain)
     one = lax.platform_dependent(*others, cuda=call, default=plain)
     return x * one.astype(x.dtype)
 
 
-def _one(*others: Array) -> Array:
+def _one(*others: Array, interpret: bool = False) -> Array:
     pl: Any = private("kernels")
 
     def kernel(*refs: Any) -> None:
@@ -64,5 +67,6 @@ def _one(*others: Array) -> Array:
         in_specs=[pl.no_block_spec] * len(others),
         out_specs=pl.no_block_spec,
         compiler_params=pl.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
         name="mpx_after",
     )(*others)
