@@ -390,7 +390,9 @@ def failures(rows):
         if not (math.isfinite(last) and last < first):
             yield name, f"the loss did not go down: {first:.6g} → {last:.6g}"
         reference = base["losses"][0] - base["losses"][1]
-        apart = abs(first - last - reference) / reference
+        # Dithering rounds all masters with one threshold: at the end they may all be half a
+        # code off, 2⁻¹⁶ of each weight.
+        apart = max(0, abs(first - last - reference) - first * 2**-15) / reference
         # Newton-Schulz steps in fp8 make the singular values of small matrices larger.
         if not apart <= (0.2 if name == "muon-fp8" else AGREEMENT):
             yield name, f"its loss falls by {apart:.1%} more or less than optax's"

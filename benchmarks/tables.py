@@ -155,6 +155,108 @@ def fp8():
     return f"{table(['', 'bf16 ms', 'fp8 ms', 'gain'], rows)}\n\n{command}"
 
 
+def fp8_layers():
+    """One MLP block in fp8 with each recipe."""
+    cases, command = load("fp8-layers")
+    labels = {
+        "mlp:bf16": "bf16",
+        "mlp:fp8": "`CurrentScaling`",
+        "mlp:fp8-delayed": "`DelayedScaling`",
+        "mlp:fp8-static": "`StaticScaling`",
+        "mlp:fp8-row": '`CurrentScaling(granularity="row")`',
+    }
+    base = cases["mlp:bf16"]["ms"]
+    rows = [[label, ms(cases[case]), f"{base / cases[case]['ms']:.2f}×"]
+            for case, label in labels.items()]  # fmt: skip
+    head = ["MLP 4096 → 16384 → 4096, 16384 tokens", "ms", "gain"]
+    return f"{table(head, rows)}\n\n{command}"
+
+
+def int8():
+    """A matmul and an MLP block in int8."""
+    cases, command = load("fp8-int8")
+    times = [row[1] for row in cases["int8:all"]["rows"]]
+    times += [cases[f"int8-mlp:{mode}"]["ms"] for mode in ("bf16", "int8")]
+    labels = [
+        "matmul of 8192³, bf16",
+        "int8, from integers",
+        "int8, with the rounding of both operands",
+        "MLP block as above, forward and backward, bf16",
+        "`Int8()`",
+    ]
+    bases = [times[0]] * 3 + [times[3]] * 2
+    rows = [[label, f"{time:.2f}", f"{base / time:.2f}×"]
+            for label, time, base in zip(labels, times, bases, strict=True)]  # fmt: skip
+    return f"{table(['', 'ms', 'gain'], rows)}\n\n{command}"
+
+
+def text():
+    """Losses on held-out text, over seeds."""
+    parts = []
+    labels = {
+        "int8": "`Int8()`",
+        "nvfp4": "`NVFP4(emulate=True)`",
+        "no-stochastic": "the same with `stochastic=False`",
+        "flash-muon": "`flash_muon`",
+    }
+    head = ["", "seed 0", "seed 1", "seed 2", "mean", "beside the first line"]
+    for name, bases in (
+        ("text", {"bf16": "bf16, AdamW", "muon": "Muon of optax, f32"}),
+        ("text-nvfp4", {"bf16": "bf16, AdamW"}),
+    ):
+        cases, command = load(name)
+        rows, base = [], None
+        for mode, record in cases.items():
+            ends = [list(curve.values())[-1] for curve in record["curves"].values()]
+            mean = statistics.mean(ends)
+            base = mean if mode in bases else base
+            apart = "" if mode in bases else f"{mean - (base or 0):+.3f}"
+            if mode in bases:
+                apart = f"seeds {max(ends) - min(ends):.3f} apart"
+            label = bases.get(mode) or labels[mode]
+            rows.append([label, *(f"{x:.3f}" for x in (*ends, mean)), apart])
+        parts += [table(head, rows), command]
+    return "\n\n".join(parts)
+
+
+def muon():
+    """Muon on a layer of Qwen3-8B."""
+    cases, command = load("optim-muon")
+    labels = {
+        "optax": "`optax.contrib.muon`, f32",
+        "mpx": "`mpx.optim.flash_muon`",
+        "muon-fp8": "the same, Newton-Schulz steps in fp8",
+    }
+    base = cases["optax:qwen3-layer"]["ms"]
+    rows = []
+    for mode, label in labels.items():
+        record = cases[f"{mode}:qwen3-layer"]
+        sizes = (record[f"{x}_bytes"] / record["params"] for x in ("resident", "peak"))
+        rows.append([label, ms(record), f"{base / record['ms']:.2f}×",
+                     *(f"{size:.1f}" for size in sizes)])  # fmt: skip
+    head = ["a layer of Qwen3-8B", "ms", "gain", "B a parameter", "at the peak"]
+    return f"{table(head, rows)}\n\n{command}"
+
+
+def residuals():
+    """Activations in 8 bits beside those of amp."""
+    rows, commands = [], []
+    for name, label, modes in (
+        ("step-residuals", "ViT-Base as above", ("amp-bf16", "residuals")),
+        ("nanodo-405m-residuals", "nanodo 405M",
+         ("nanodo-405m:amp", "nanodo-405m:residuals")),
+    ):  # fmt: skip
+        cases, command = load(name)
+        plain, coded = (cases[mode] for mode in modes)
+        shares = (coded[x] / plain[x] for x in ("ms", "peak_bytes"))
+        rows.append([label, ms(plain), ms(coded), giga(plain), giga(coded),
+                     *(f"{share:.2f}" for share in shares)])  # fmt: skip
+        commands.append(command)
+    head = ["", "ms, `amp`", 'ms, `residuals="int8"`', "peak GB, `amp`",
+            'peak GB, `residuals="int8"`', "time ×", "peak ×"]  # fmt: skip
+    return "\n\n".join([table(head, rows), *commands])
+
+
 def logits():
     """Cross entropy of a large vocabulary."""
     cases, command = load("logits")
@@ -198,9 +300,14 @@ PAGES = {
     "docs/performance.md": {
         "steps": steps,
         "untouched": untouched,
+        "residuals": residuals,
         "fp8": fp8,
+        "layers": fp8_layers,
+        "int8": int8,
+        "text": text,
         "logits": logits,
         "optimizers": optimizers,
+        "muon": muon,
     },
 }
 
