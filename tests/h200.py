@@ -167,7 +167,7 @@ def main():
         except Exception as error:
             results[name] = {"error": str(error)[:2000]}
             continue
-        found, text = mpx.inspect.fp8_check(program), program.as_text()
+        found, text = mpx.inspect.fp8_check(program), str(program.as_text())
         results[name] = {
             "fp8": found.fp8,
             "int8": found.int8,

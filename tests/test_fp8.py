@@ -525,12 +525,12 @@ def test_fp8_inside_shard_map_is_one_device():
 def test_accumulated_microbatches_are_the_whole_batch():
     p, x = {"w": W}, ones_and_signs((64, 32), 3)
     loss = everywhere(lambda p, x: exact_linear(p, x) / len(x))
-    options = {"policy": "p=f32,c=bf16,o=f32"}
+    policy = "p=f32,c=bf16,o=f32"
     whole, parts = (
         jax.jit(step)(mpx.NoLossScaling(), p, x)
         for step in (
-            mpx.value_and_grad(loss, **options),
-            mpx.accumulate(loss, steps=4, **options),
+            mpx.value_and_grad(loss, policy=policy),
+            mpx.accumulate(loss, steps=4, policy=policy),
         )
     )
     assert_trees_equal(parts.value, whole.value)

@@ -339,7 +339,8 @@ def _run_keeping(
     form: str,
 ) -> tuple[dict[Any, PyTree], dict[Any, PyTree]]:
     """Runs a jaxpr; returns all values, and the roots as they are kept, in their order."""
-    kept, wanted, made = dict.fromkeys(roots), {*roots}, []
+    kept: dict[Any, PyTree] = dict.fromkeys(roots)
+    wanted, made = {*roots}, []
 
     def keep(variables: Sequence[Any]) -> None:
         for var in filter(wanted.__contains__, variables):
