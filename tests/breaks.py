@@ -773,8 +773,8 @@ BREAKS = [
     Break(
         "gradients in int8 are rounded to nearest",
         "_fp8",
-        "jnp.floor(size + noise)",
-        "jnp.round(size)",
+        "jnp.floor(x + noise)",
+        "jnp.round(x)",
         "fp8_int8",
         "on_average",
     ),

@@ -139,7 +139,8 @@ def test_every_result_names_its_command_and_machine():
         assert (ROOT / script).is_file()
         assert "/" not in found["command"].replace(script, "")
         assert found["machine"]["backend"] == "gpu"
-        assert all(record["ms"] > 0 for record in found["cases"].values())
+        for record in found["cases"].values():
+            assert record.get("ms", 0) > 0 or record.get("rows") or record["curves"]
 
 
 # --- facts ----------------------------------------------------------------------------

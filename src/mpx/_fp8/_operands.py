@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
@@ -181,9 +180,10 @@ def _summed_last_on_gpu(x: Operand) -> Operand:
 
 def in_order(x: Array) -> Array:
     """Returns an array whose axes a GPU has in memory in their order."""
-    if not isinstance(gpu_capability(), tuple):
+    layouts = private("layouts")
+    if layouts is None or not isinstance(gpu_capability(), tuple):
         return x
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return layouts.with_layout_constraint(x, layouts.Layout(tuple(range(x.ndim))))
 
 
 def _come_first(axes: Axes) -> bool:

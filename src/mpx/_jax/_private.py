@@ -60,6 +60,10 @@ FEATURES = {
         "jax.experimental.pallas: ds no_block_spec pallas_call program_id",
         "jax.experimental.pallas.triton: CompilerParams elementwise_inline_asm load store",
     ),
+    "layouts": (
+        "matmuls of `recipes.Int8` are slower on a GPU than those of bf16",
+        "jax.experimental.layout: Layout with_layout_constraint",
+    ),
     "matmul_grads": (
         "gradients under automatic sharding are summed over devices in the compute dtype",
         *_RULES,
