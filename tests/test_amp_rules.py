@@ -37,7 +37,7 @@ BY_DEFAULT = {
     "is written for its own dtypes": """
         program_order
         approx_top_k broadcast_to call_exported check core_map create_linear cudnn_fusion
-        custom_lin dce_sink inspect_sharding layout_constraint linear_call pin relayout
+        custom_lin dce_sink inspect_sharding linear_call pin relayout
         run_state stage symmetric_product tie unpin with_memory_space_constraint
         remat_opt dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper
         dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd_wrapper

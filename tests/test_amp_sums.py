@@ -193,7 +193,8 @@ def test_prelu_of_each_framework():
 MOVES = {
     "reshape transpose slice dynamic_slice rev squeeze expand_dims split unstack copy "
     "copy_p stop_gradient name sharding_constraint reshard mesh_cast device_put "
-    "optimization_barrier sort top_k pad concatenate stack dynamic_update_slice"
+    "optimization_barrier sort top_k pad concatenate stack dynamic_update_slice "
+    "layout_constraint"
 }
 OVER_DEVICES = {
     "all_gather all_gather_invariant all_gather_reduced pvary pcast pbroadcast psum psum2 "
