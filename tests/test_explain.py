@@ -265,6 +265,7 @@ def in_turn(params, x):
 SMALL, LARGE = normal(0, 32, 32) / 10, normal(1, 32, 32)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_layer_is_named_where_a_fixed_scale_clips(name):
     param, what, tight, backward = CLIPPED[name]
@@ -284,6 +285,7 @@ def test_layer_is_named_where_a_fixed_scale_clips(name):
     assert explain(mpx.fp8(in_turn, min_gain=0), params, x).ok
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("tight", [{"weight_max": 0.03}, {"grad_max": 2.0**-20}])
 def test_scanned_layers_are_named_where_a_scale_clips(tight):
     def scanned(params, x):
@@ -309,6 +311,7 @@ def test_layer_is_named_where_a_scale_of_earlier_steps_clips():
     assert fault.operands[0][1] == pytest.approx(30 * float(x.max()), rel=0.01)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("outer", [lambda f: f, mpx.amp])
 def test_layer_that_int8_does_not_resolve_can_be_kept(outer):
     # A large column that meets zeros leaves one level for all others.

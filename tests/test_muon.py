@@ -333,6 +333,7 @@ def on_one_device():
     return jax.device_get(trained(MUON, draw(MANY, dtype=BF16), grads)[0])
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", AXES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_matrix_is_orthogonalised_on_one_device(layout, kind):
