@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
@@ -725,3 +725,38 @@ def test_order_is_kept_by_a_kernel_that_writes_one():
     assert _order._one(*others, interpret=True) == 1
     x = normal(0, 4)
     assert np.array_equal(jax.jit(_order.after)(x, others), x)
+
+
+def coded_numbers(func, *args):
+    """Counts the numbers that the backward pass of a function reads in int8."""
+    _, pullback = jax.vjp(amp(func, residuals="int8"), *args)
+    return sum(x.size for x in jax.tree.leaves(pullback) if x.dtype == jnp.int8)
+
+
+def test_rounding_is_not_a_reduction():
+    def loss(w, x):
+        low = lambda x: jax.lax.reduce_precision(x, 8, 7)  # noqa: E731
+        return jnp.sum(jnp.tanh((low(x @ w) + low(x @ w.T)) @ w))
+
+    w, x = normal(0, 64, 64), normal(1, 512, 64)
+    assert coded_numbers(loss, w, x) == 2 * x.size
+
+
+def test_blocks_lie_along_an_axis_without_explicit_sharding():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(1, 512, 64), NamedSharding(mesh, P("x")))
+        w = jax.device_put(normal(0, 64, 64), NamedSharding(mesh, P()))
+        found = coded_numbers(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w), w, x)
+    assert found == x.size
+
+
+def test_remat_may_read_a_number_beside_a_code():
+    def loss(w, x):
+        scaled = jax.checkpoint(lambda h, factor: jnp.tanh(h * factor) * jnp.sin(h))
+        return jnp.sum(scaled(x @ w, 0.5) @ w)
+
+    w, x = normal(0, 64, 64) / 8, normal(1, 512, 64)
+    exact = jax.grad(loss)(w, x)
+    found = jax.grad(amp(loss, residuals="int8"))(w, x)
+    assert distance(found, exact) < 2 * LARGEST["int8"]

@@ -8,8 +8,8 @@ stream), or that would turn the error of a code into a large one (exp, a compari
 The function, and the body of each loop in it, becomes a `jax.custom_vjp`. Its forward pass
 runs the equations that it ran before, and codes the roots. Its backward pass decodes a root
 where it is read, and not before the gradient has arrived there: a barrier keeps XLA
-from decoding all of them at once. XLA orders what is left as it likes, so that both passes
-also wait for what they make: the codes of a root, and the gradients of parameters.
+from decoding all of them at once. XLA may postpone work that nothing waits for, so each pass
+also waits for what it makes: the codes of a root, and the gradients of parameters.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
     kept. A block with an inf or nan becomes nan.
     """
     dtype, _, smallest = FORMS[form]
-    axis, wide = _axis(x.shape), x.astype(jnp.float32)
+    axis, wide = _axis(jax.typeof(x)), x.astype(jnp.float32)
     padding = [(0, 0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
     blocks = lax.pad(jnp.abs(wide), np.float32(0), padding)
@@ -91,22 +91,27 @@ def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
         wide = lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(jnp.float32)
         return (wide * one).astype(dtype)
     wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
-    axis = _axis(wide.shape)
+    axis = _axis(jax.typeof(wide))
     unit = _unit(coded.peak, form, axis, wide.shape[axis])
     return (wide * unit * one).astype(dtype)
 
 
-def _axis(shape: Sequence[int]) -> int:
-    """Returns the axis that is cut into blocks: the last one that needs no padding.
+def _axis(aval: Aval) -> int:
+    """Returns the axis to split into blocks: the last one that needs no padding.
 
-    If possible, one whose blocks lie on one device each, however XLA shards the array.
+    JAX cannot split an axis with an explicit sharding. Where XLA may shard an axis, a length
+    that keeps each block on one device is preferred.
     """
-    sizes = [*reversed([*enumerate(shape)])]
+    free = [axis for axis in reversed(range(aval.ndim)) if not _is_sharded(aval, axis)]
     for whole in (_BLOCK * jax.device_count(), _BLOCK):
-        for axis, size in sizes:
-            if size % whole == 0:
+        for axis in free:
+            if aval.shape[axis] % whole == 0:
                 return axis
-    return len(shape) - 1
+    return aval.ndim - 1
+
+
+def _is_sharded(aval: Aval, axis: int) -> bool:
+    return any(x is not None for x in aval.sharding.spec[axis : axis + 1])
 
 
 def _unit(peak: Array, form: str, axis: int, size: int) -> Array:
@@ -143,6 +148,7 @@ _ORDERED = frozenset(
         "reduce_window_max reduce_window_min select_and_gather_add cummax cummin sort"
     )
 )
+_REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min reduce_prod"))
 # Large values that a result is computed again from: the derivative of a product reads them.
 _JOINED = {"mul": 4, "div": 4, "and": 4, "or": 4}
 _SMALL = 8  # A value is small beside one that has so many times more numbers.
@@ -234,7 +240,7 @@ class Search:
         inner = {x.primitive.name for x in queries.equations(eqn)} - {*queries.CALLS}
         roots = tuple(dict.fromkeys(root for x in read for root in x.roots))
         is_spread = roots and var.aval.size > max(x.aval.size for x in eqn.invars)
-        is_reduced = name.startswith("reduce_") or (is_reduced and not is_spread)
+        is_reduced = name in _REDUCTIONS or (is_reduced and not is_spread)
         if name not in _AGAIN | _STEPS and not (inner and inner <= _AGAIN):
             return self._root(var, is_param, is_reduced)
         pairs = zip(eqn.invars, read, strict=True)
@@ -265,9 +271,9 @@ def _can_code(aval: Aval) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype not in (F32, *LOW_DTYPES) or aval.size < _LEAST:
         return False
-    axis, each = _axis(aval.shape), aval.dtype.itemsize
-    if any(x is not None for x in aval.sharding.spec[axis : axis + 1]):
-        return False  # JAX refuses to cut an axis that is sharded explicitly.
+    axis, each = _axis(aval), aval.dtype.itemsize
+    if _is_sharded(aval, axis):
+        return False
     count = aval.shape[axis]
     size = aval.size + each * aval.size // count * -(-count // _BLOCK)
     return 4 * size <= 3 * aval.size * each
@@ -300,8 +306,8 @@ def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Valu
         search, wanted = Search(new, kinds), new.outvars[count:]
         roots, inputs = search.roots(wanted), [*new.constvars, *new.invars]
         env = dict(zip(inputs, [*consts, *args], strict=True))
-        env, coded = _run_keeping(new, env, roots, search, form)
-        outs, kept = [_read(env, x) for x in new.outvars[:count]], [*coded.values()]
+        kept = _run_keeping(new, env, roots, search, form)
+        outs = [_read(env, x) for x in new.outvars[:count]]
         # Data, such as the carry of a loop, is a root or not needed.
         pairs = zip(kinds, args, strict=True)
         given = [None if kind == "data" else x for kind, x in pairs]
@@ -337,8 +343,8 @@ def _run_keeping(
     roots: Sequence[Any],
     search: Search,
     form: str,
-) -> tuple[dict[Any, PyTree], dict[Any, PyTree]]:
-    """Runs a jaxpr; returns all values, and the roots as they are kept, in their order."""
+) -> Values:
+    """Runs a jaxpr, adds its values to `env`, and returns the roots as they are kept."""
     kept: dict[Any, PyTree] = dict.fromkeys(roots)
     wanted, made = {*roots}, []
 
@@ -351,14 +357,14 @@ def _run_keeping(
     keep([*env])
     for eqn in jaxpr.eqns:
         if made and eqn.primitive.name in queries.MATMULS:
-            # Else XLA may make codes when they are read, and keep what they are made of.
+            # Otherwise XLA may postpone the codes, which keeps their roots in memory.
             least = min(eqn.invars[:2], key=lambda x: x.aval.size)
             env[least], made = after(env[least], made), []
         with compat.source_context(eqn), eqn.ctx.manager:
             outs = eval_equation(eqn, [_read(env, x) for x in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
         keep(eqn.outvars)
-    return env, kept
+    return [*kept.values()]
 
 
 def _read(env: Mapping[Any, PyTree], atom: Any) -> PyTree:
@@ -391,14 +397,15 @@ class _Again:
             return self.value(source[atom], arrived) if atom in source else env[atom]
 
         def is_coded(atom: Any) -> bool:
-            return isinstance(self.known.get(source.get(atom)), Coded)
+            root = source.get(atom) if _is_var(atom) else None
+            return _is_var(root) and isinstance(self.known.get(root), Coded)
 
         for eqn in body.eqns:
             found = (base[x] for x in eqn.invars if _is_var(x) and x in base)
             arrived = next(found, None)
             given = [read(x, arrived) for x in eqn.invars]
             if eqn.primitive.name in queries.REMAT and any(map(is_coded, eqn.invars)):
-                # As a part of this pass: XLA would not fuse it with the decoding.
+                # Inlined: XLA does not fuse the body of a remat with the decoding.
                 outs = compat.eval_jaxpr(*open_jaxpr(eqn.params["jaxpr"]), *given)
             else:
                 outs = eval_equation(eqn, given)
@@ -419,8 +426,8 @@ class _Again:
             if self.done:
                 self.one = after(jnp.ones((), jnp.float32), self.done)
                 self.done = []
-            # Also where nothing has arrived: XLA takes a cast and its inverse for none. For
-            # each reader, or XLA writes the decoded numbers for all of them.
+            # Also where nothing has arrived: XLA removes a cast and its inverse. Each reader
+            # decodes on its own: XLA would write the numbers that several readers share.
             coded, _ = lax.optimization_barrier((found, arrived))
             return decode(coded, self.form, atom.aval.dtype, self.one)
         if found is None:
@@ -431,7 +438,7 @@ class _Again:
 
 
 def _before_casts(jaxpr: Jaxpr) -> set[Any]:
-    """Returns what an open jaxpr returns, or casts before."""
+    """Returns the outputs of an open jaxpr, taken before their final casts."""
     found = {*filter(_is_var, jaxpr.outvars)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name == "convert_element_type" and eqn.outvars[0] in found:

@@ -71,7 +71,7 @@ def _multiply(
 
     kind = a.codes.dtype
     if kind == jnp.int8:
-        # XLA would take the roundings into the matmul: four times as slow on an H200.
+        # XLA would fuse the rounding into the matmul: four times as slow on an H200.
         codes = lax.optimization_barrier((in_order(a.codes), in_order(b.codes)))
         # The sum is exact in s32. Its scales are no powers of two: they need f32.
         out, wide = dot(*codes, preferred_element_type=jnp.int32), np.float32

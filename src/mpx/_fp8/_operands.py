@@ -179,7 +179,7 @@ def _summed_last_on_gpu(x: Operand) -> Operand:
 
 
 def in_order(x: Array) -> Array:
-    """Returns an array whose axes a GPU has in memory in their order."""
+    """Returns an array that a GPU stores in row-major order."""
     layouts = private("layouts")
     if layouts is None or not isinstance(gpu_capability(), tuple):
         return x

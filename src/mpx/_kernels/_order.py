@@ -1,7 +1,7 @@
-"""The order in which a GPU computes what does not depend on one another.
+"""Ordering of independent computations on a GPU.
 
-XLA drops barriers before it orders a program. It may then leave work that nothing waits for
-until the end, such as gradients of biases, with all that it reads in memory.
+XLA removes barriers before it schedules a program. It may then postpone work that nothing
+waits for, such as the gradients of biases, and keep its operands in memory until the end.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from mpx._kernels._dispatch import plain_under_vmap
 
 
 def after(x: Array, others: Sequence[Array]) -> Array:
-    """Returns `x`, which is computed on a GPU after the others.
+    """Returns `x`; on a GPU, its readers run after the other arrays are computed.
 
-    It is multiplied by a 1 that a kernel writes which has the others as arguments. On several
-    devices, or in a `shard_map`, nothing waits: the others may be sums over devices, which
-    XLA computes meanwhile.
+    `x` is multiplied by 1, which is the result of a kernel that takes the others as arguments.
+    On several devices and inside `shard_map` nothing waits: the others may be sums over
+    devices, which XLA overlaps with other work.
     """
     is_complex = lambda x: jnp.issubdtype(x.dtype, jnp.complexfloating)  # noqa: E731
     others = [x for x in others if x.ndim and x.size and not is_complex(x)]

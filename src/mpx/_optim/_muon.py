@@ -152,7 +152,7 @@ def newton_schulz(x: Array, options: NewtonSchulz) -> Array:
 
     for a, b, c in options.coefficients:
         square = product(x, x.mT)
-        # It is symmetric, and so its transpose. fp8 reads rows of both.
+        # `square` is symmetric; its transpose saves fp8 a copy.
         factor = plus(b, square, c, product(square, square.mT))
         x = plus(a, x, 1.0, product(factor, x))
     return x.mT if tall else x
@@ -168,7 +168,7 @@ def _fp8_product(x: Array, y: Array) -> Array:
         out = lax.dot_general(x, y, axes, preset, preferred_element_type=wide)
         return out.astype(jnp.bfloat16)
 
-    # With a preset it is one call of cuBLASLt; without XLA tries its own kernels for long.
+    # The preset selects cuBLASLt. Without it XLA tunes its own kernels for minutes.
     fast = functools.partial(dot, lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM)
     plain = functools.partial(dot, None)
     out = lax.platform_dependent(x, y, cuda=fast, default=plain)
