@@ -67,14 +67,15 @@ def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
     each number in e4m3 that is not tiny. Of a tiny number it is a whole code if signs are
     kept. A block with an inf or nan becomes nan.
     """
-    dtype, _, smallest = FORMS[form]
+    dtype, largest, smallest = FORMS[form]
     axis, wide = _axis(jax.typeof(x)), x.astype(jnp.float32)
     padding = [(0, 0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
     blocks = lax.pad(jnp.abs(wide), np.float32(0), padding)
     blocks = blocks.reshape(*x.shape[:axis], -1, _BLOCK, *x.shape[axis + 1 :])
     peak = jnp.max(blocks, axis=axis + 1)
-    numbers = wide / _unit(peak, form, axis, x.shape[axis])
+    inverse = 1 / jnp.maximum(peak, FORMATS["f32"].tiny)
+    numbers = wide * _repeat(inverse, axis, x.shape[axis]) * largest
     if keeps_signs:
         # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
         numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
@@ -92,8 +93,10 @@ def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
         return (wide * one).astype(dtype)
     wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
     axis = _axis(jax.typeof(wide))
-    unit = _unit(coded.peak, form, axis, wide.shape[axis])
-    return (wide * unit * one).astype(dtype)
+    peak = _repeat(coded.peak.astype(jnp.float32), axis, wide.shape[axis])
+    # The largest code becomes 1, so that a peak comes back exactly, as the 1 of a softmax that
+    # is sure, from which a derivative subtracts 1.
+    return (wide * np.float32(1 / FORMS[form][1]) * peak * one).astype(dtype)
 
 
 def _axis(aval: Aval) -> int:
@@ -114,13 +117,9 @@ def _is_sharded(aval: Aval, axis: int) -> bool:
     return any(x is not None for x in aval.sharding.spec[axis : axis + 1])
 
 
-def _unit(peak: Array, form: str, axis: int, size: int) -> Array:
-    """Returns what a code of 1 stands for, for each number."""
-    # The peak is kept, not the unit: the largest number of a block comes back exactly, as
-    # the 1 of a softmax that is sure, from which a derivative subtracts 1.
-    unit = jnp.maximum(peak.astype(jnp.float32) / FORMS[form][1], FORMATS["f32"].tiny)
-    # With the shape of the numbers: XLA fuses with what else reads these.
-    return lax.slice_in_dim(jnp.repeat(unit, _BLOCK, axis), 0, size, axis=axis)
+def _repeat(blocks: Array, axis: int, size: int) -> Array:
+    """Returns numbers of blocks for each number, so that XLA fuses with what reads these."""
+    return lax.slice_in_dim(jnp.repeat(blocks, _BLOCK, axis), 0, size, axis=axis)
 
 
 # --- Which values are kept ------------------------------------------------------------
@@ -207,6 +206,9 @@ class Search:
             return Coded(lax.bitcast_convert_type(low, jnp.uint16), None)
         # Tiny numbers of which no sign is asked become 0: those of a softmax add up.
         return encode(_once(x), form, keeps_signs=root in self._compared)
+
+    def is_matmul(self, root: Any) -> bool:
+        return self._makes(root) in queries.MATMULS
 
     def _is_zero(self, atom: Any) -> bool:
         return atom in self._zeros if _is_var(atom) else not np.any(atom.val)
@@ -350,6 +352,9 @@ def _run_keeping(
 
     def keep(variables: Sequence[Any]) -> None:
         for var in filter(wanted.__contains__, variables):
+            if search.is_matmul(var):
+                # XLA fuses what reads a barrier, but not what reads a matmul, with the coding.
+                env[var] = lax.optimization_barrier(env[var])
             kept[var] = search.kept(var, env[var], form)
             if isinstance(kept[var], Coded):
                 made.append(kept[var].codes)
@@ -380,6 +385,8 @@ class _Again:
     form: str
     # Gradients that were computed since a root was decoded.
     done: Values = dataclasses.field(default_factory=list)
+    # Codes that may be read now, and the 1 that their readers wait for.
+    opened: dict[Any, tuple[Coded, Any]] = dataclasses.field(default_factory=dict)
     one: Any = 1.0  # what decoded numbers are multiplied by, so that they wait
 
     def run(self, program: Jaxpr, wanted: Sequence[Any], arriving: Values) -> Values:
@@ -423,13 +430,16 @@ class _Again:
             return atom.val
         found = self.known.get(atom)
         if isinstance(found, Coded):
-            if self.done:
-                self.one = after(jnp.ones((), jnp.float32), self.done)
-                self.done = []
-            # Also where nothing has arrived: XLA removes a cast and its inverse. Each reader
-            # decodes on its own: XLA would write the numbers that several readers share.
-            coded, _ = lax.optimization_barrier((found, arrived))
-            return decode(coded, self.form, atom.aval.dtype, self.one)
+            if atom not in self.opened:
+                if self.done:
+                    self.one = after(jnp.ones((), jnp.float32), self.done)
+                    self.done = []
+                # Also where nothing has arrived: XLA removes a cast and its inverse.
+                coded, _ = lax.optimization_barrier((found, arrived))
+                self.opened[atom] = coded, self.one
+            # All readers have the same operands, so that XLA fuses them into one kernel.
+            coded, one = self.opened[atom]
+            return decode(coded, self.form, atom.aval.dtype, one)
         if found is None:
             eqn = self.maker[atom]
             outs = eval_equation(eqn, [self.value(x, arrived) for x in eqn.invars])
