@@ -256,6 +256,17 @@ def start_child(cache=None):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def on_host(make, *args):
+    """Runs a jitted function on the CPU, and puts what it returns on the device.
+
+    To compile the initialisation of a ViT for a GPU takes longer than its step does.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        made = make(*args)
+    move = lambda x: jax.device_put(x, jax.devices()[0])  # noqa: E731
+    return jax.tree.map(lambda x: move(x) if isinstance(x, jax.Array) else x, made)
+
+
 def end_child(record):
     """Prints the record of a child, with what it was measured on; returns the exit status."""
     print(json.dumps(record | {"environment": environment()}))
@@ -377,6 +388,26 @@ def time_steps(step, state, inputs, *, steps, group, keep=True):
         "ms_high": max(groups),
         "host_ms": statistics.median(sending),
     }  # fmt: skip
+
+
+def profile_steps(step, state, inputs, steps=5):
+    """Returns the state, and by kernel how often it runs in a step and for how many ms."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state, *_ = time_steps(step, state, inputs, steps=steps, group=steps)
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    found = collections.defaultdict(lambda: [0.0, 0.0])
+    for line in (line for plane in profile.planes for line in plane.lines):
+        for event in line.events:
+            operation = dict(event.stats).get("hlo_op")
+            # A GPU has a line with operations beside the line with their kernels.
+            if operation and line.name != "XLA Ops":
+                row = found[operation, event.name]
+                row[0] += 1 / steps
+                row[1] += event.duration_ns / steps / 1e6
+    rows = [[*names, *row] for names, row in found.items()]
+    return state, sorted(rows, key=lambda row: -row[-1])
 
 
 def time_call(call, *args, runs=20, groups=5, warmup=3):

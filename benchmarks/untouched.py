@@ -10,12 +10,15 @@ a process of its own: `f32` (matmuls in TF32), `own` (the model's bf16 option or
 none, parameters and inputs that are cast by hand), `amp`, `residuals` (amp with residuals
 in int8), `fp8` (around amp), `flash` (amp with bf16 parameters and compressed AdamW), `all`
 (fp8 and flash), `release` (all, with gradient release). Without `--seeds` it only times;
-with them it trains `--train` steps for each. `--json FILE` writes what was measured.
+with them it trains `--train` steps for each. `--profile` prints the kernels that take most
+of the time. `--json FILE` writes what was measured.
 """
 
+import collections
 import functools
 import importlib
 import pathlib
+import re
 import statistics
 import sys
 import types
@@ -320,24 +323,25 @@ def run_mode(case, options):
     name, _, mode = case.partition(":")
     task = MODELS[name]()
     start, step = make_step(mode, task)
-    # Not in one program: to compile that took longer than the step.
-    state = start(task.init(jax.random.key(0)))
-    state = measure.own_small_buffers(state)
+    init = jax.jit(lambda seed: task.init(jax.random.key(seed)))
+    begin = lambda seed: start(measure.on_host(init, seed))  # noqa: E731
+    state = measure.own_small_buffers(begin(0))
     source = task.batches(0)
-    batches = [jax.device_put(next(source)) for _ in range(8)]
+    batches = [jax.device_put(next(source)) for _ in range(2)]
     run, _, record = measure.compile_step(step, state, batches[0])
     for steps in (options.group, options.steps):
         state, _, timing = measure.time_steps(
             run, state, batches, steps=steps, group=options.group
         )
     record |= timing | {"peak_bytes": measure.peak_bytes(), "items": task.items}
+    if options.profile:
+        state, record["kernels"] = measure.profile_steps(run, state, batches)
     record["flops"] = count_flops(task, batches[0])
     params = jax.eval_shape(task.init, jax.random.key(0))
     record["params"] = sum(x.size for x in jax.tree.leaves(params))
     record["losses"] = {}
     for seed in options.seeds:
-        state = start(task.init(jax.random.key(seed)))
-        state = measure.own_small_buffers(state)
+        state = measure.own_small_buffers(begin(seed))
         source, losses = task.batches(seed), []
         for _ in range(options.train):
             state, value = run(state, next(source))
@@ -413,6 +417,25 @@ def print_model(name, best, rate):
     )  # fmt: skip
 
 
+def print_kernels(record, count=30):
+    """Prints what one mode spends its time on, the largest first."""
+    found = collections.defaultdict(lambda: [0.0, 0.0])
+    for *names, runs, ms in record["kernels"]:
+        row = found[tuple(re.sub(r"[\d._]+$", "", name) for name in names)]
+        row[0] += runs
+        row[1] += ms
+    rows = sorted(([*names, *row] for names, row in found.items()), key=lambda x: -x[-1])
+    total = sum(row[-1] for row in rows)
+    print(f"\n{record['case']}: {total:.2f} ms in {len(rows)} kinds of kernels\n")
+    measure.print_columns(
+        rows[:count],
+        ("operation", lambda row: row[0]),
+        ("kernel", lambda row: row[1][:60]),
+        ("runs", lambda row: number(row[2], 1)),
+        ("ms", lambda row: number(row[3], 3)),
+    )
+
+
 def losses(record):
     values = list(record["losses"].values())
     if not values:
@@ -425,7 +448,7 @@ def main():
     options = measure.read_options(
         __doc__,
         f"clones=clones models={DEFAULT} modes={','.join(MODES)} seeds=, steps=60 "
-        "group=10 train=300 repeat=1 budget=3000.0 timeout=600.0 json=str",
+        "group=10 train=300 profile repeat=1 budget=3000.0 timeout=600.0 json=str",
     )
     find_clones(options.clones)
     if options.child is not None:
@@ -443,6 +466,9 @@ def main():
     print(f"A large bf16 matmul reaches {number(ratio(rate, 1e12), 0)} TFLOP/s.")
     for name in options.models:
         print_model(name, best, rate)
+    for record in best.values():
+        if record.get("kernels"):
+            print_kernels(record)
     return int(len(best) + 1 < len(runs))
 
 
