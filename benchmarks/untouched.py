@@ -323,8 +323,8 @@ def run_mode(case, options):
     name, _, mode = case.partition(":")
     task = MODELS[name]()
     start, step = make_step(mode, task)
-    init = jax.jit(lambda seed: task.init(jax.random.key(seed)))
-    begin = lambda seed: start(measure.on_host(init, seed))  # noqa: E731
+    # Not in one program: to compile that takes longer than the step.
+    begin = lambda seed: start(task.init(jax.random.key(seed)))  # noqa: E731
     state = measure.own_small_buffers(begin(0))
     source = task.batches(0)
     batches = [jax.device_put(next(source)) for _ in range(2)]
