@@ -400,13 +400,12 @@ def profile_steps(step, state, inputs, steps=5):
     found = collections.defaultdict(lambda: [0.0, 0.0])
     for line in (line for plane in profile.planes for line in plane.lines):
         for event in line.events:
-            operation = dict(event.stats).get("hlo_op")
             # A GPU has a line with operations beside the line with their kernels.
-            if operation and line.name != "XLA Ops":
-                row = found[operation, event.name]
+            if "hlo_op" in dict(event.stats) and line.name != "XLA Ops":
+                row = found[event.name]
                 row[0] += 1 / steps
                 row[1] += event.duration_ns / steps / 1e6
-    rows = [[*names, *row] for names, row in found.items()]
+    rows = [[name, *row] for name, row in found.items()]
     return state, sorted(rows, key=lambda row: -row[-1])
 
 

@@ -31,11 +31,14 @@ MODES = {
     "all": "`mpx.fp8(mpx.amp)`, bf16 weights, `mpx.optim.flash_adamw`",
     "release": "the same with `mpx.optim.release`",
 }
+BY_HAND = "parameters and inputs cast to bf16"  # where a model has no option
 UNTOUCHED = {
     "nanodo-43m": "tokens",
     "nanodo-405m": "tokens",
     "big_vision-vit-b": "images",
     "bonsai-qwen3": "tokens",
+    "vmoe-b": "images",
+    "bonsai-unet": "images",
 }
 
 
@@ -56,8 +59,21 @@ def ms(record):
     return f"{record['ms']:.1f}"
 
 
+def memory(record):
+    """Returns the bytes of a step: to choose a convolution may take more than to run it."""
+    peak = record["peak_bytes"]
+    return min(peak, record.get("compiled_bytes", peak))
+
+
 def giga(record):
-    return f"{record['peak_bytes'] / 1e9:.1f}"
+    return f"{memory(record) / 1e9:.1f}"
+
+
+def gains(labels, times, digits=1):
+    """Returns a line for each time: how much faster it is than the first one."""
+    pairs = zip(labels, times, strict=True)
+    return [[label, f"{time:.{digits}f}", f"{times[0] / time:.2f}×"]
+            for label, time in pairs]  # fmt: skip
 
 
 def loss(record):
@@ -114,14 +130,38 @@ def untouched():
         for mode, record in modes.items():
             speed = record["items"] / record["ms"]
             share = record["flops"] / record["ms"] * 1e3 / rate
-            rows.append([MODES[mode], ms(record), f"{speed:.1f}", giga(record),
+            has_none = mode == "own" and model.startswith("bonsai")
+            label = BY_HAND if has_none else MODES[mode]
+            rows.append([label, ms(record), f"{speed:.1f}", giga(record),
                          f"{share:.0%}", loss(record)])  # fmt: skip
         head = [model, "ms", f"k {items}/s", "peak GB", "of the bf16 rate", "loss"]
-        if not modes["f32"]["losses"]:
+        first = next(iter(modes.values()))
+        if not first["losses"]:
             head, *rows = (row[:-1] for row in (head, *rows))
         text = f"A bf16 matmul of 8192³ reached {rate / 1e12:.0f} TFLOP/s. "
-        parts += [table(head, rows), f"{text}{seeds(modes['f32'])}{command}"]
+        parts += [table(head, rows), f"{text}{seeds(first)}{command}"]
     return "\n\n".join(parts)
+
+
+def profile():
+    """What a step of nanodo 405M spends its time on."""
+    cases, command = load("nanodo-405m-profile")
+    record = cases["nanodo-405m:amp"]
+    kinds = {
+        "matmuls": "gemm|nvjet|cutlass",
+        "attention, in cuDNN": "cudnn",
+        "norms, gelu, AdamW, casts, copies": "",
+    }
+    times = dict.fromkeys(kinds, 0.0)
+    for kernel, _, time in record["kernels"]:
+        times[next(x for x, names in kinds.items() if re.search(names, kernel))] += time
+    times["between kernels"] = record["ms"] - sum(times.values())
+    rows = [[kind, f"{time:.1f}", f"{time / record['ms']:.0%}"]
+            for kind, time in times.items()]  # fmt: skip
+    flops = 6 * record["params"] * record["items"]
+    rate = f"The matmuls run at {flops / times['matmuls'] / 1e9:.0f} TFLOP/s. "
+    head = ["`mpx.amp(loss)`, nanodo-405m", "ms", "share"]
+    return f"{table(head, rows)}\n\n{rate}{command}"
 
 
 def steps():
@@ -165,9 +205,7 @@ def fp8_layers():
         "mlp:fp8-static": "`StaticScaling`",
         "mlp:fp8-row": '`CurrentScaling(granularity="row")`',
     }
-    base = cases["mlp:bf16"]["ms"]
-    rows = [[label, ms(cases[case]), f"{base / cases[case]['ms']:.2f}×"]
-            for case, label in labels.items()]  # fmt: skip
+    rows = gains(labels.values(), [cases[case]["ms"] for case in labels])
     head = ["MLP 4096 → 16384 → 4096, 16384 tokens", "ms", "gain"]
     return f"{table(head, rows)}\n\n{command}"
 
@@ -184,9 +222,8 @@ def int8():
         "MLP block as above, forward and backward, bf16",
         "`Int8()`",
     ]
-    bases = [times[0]] * 3 + [times[3]] * 2
-    rows = [[label, f"{time:.2f}", f"{base / time:.2f}×"]
-            for label, time, base in zip(labels, times, bases, strict=True)]  # fmt: skip
+    parts = slice(3), slice(3, None)  # the matmul and the block
+    rows = [row for part in parts for row in gains(labels[part], times[part], 2)]
     return f"{table(['', 'ms', 'gain'], rows)}\n\n{command}"
 
 
@@ -227,13 +264,11 @@ def muon():
         "mpx": "`mpx.optim.flash_muon`",
         "muon-fp8": "the same, Newton-Schulz steps in fp8",
     }
-    base = cases["optax:qwen3-layer"]["ms"]
-    rows = []
-    for mode, label in labels.items():
-        record = cases[f"{mode}:qwen3-layer"]
+    records = [cases[f"{mode}:qwen3-layer"] for mode in labels]
+    rows = gains(labels.values(), [record["ms"] for record in records])
+    for row, record in zip(rows, records, strict=True):
         sizes = (record[f"{x}_bytes"] / record["params"] for x in ("resident", "peak"))
-        rows.append([label, ms(record), f"{base / record['ms']:.2f}×",
-                     *(f"{size:.1f}" for size in sizes)])  # fmt: skip
+        row += [f"{size:.1f}" for size in sizes]
     head = ["a layer of Qwen3-8B", "ms", "gain", "B a parameter", "at the peak"]
     return f"{table(head, rows)}\n\n{command}"
 
@@ -248,7 +283,7 @@ def residuals():
     ):  # fmt: skip
         cases, command = load(name)
         plain, coded = (cases[mode] for mode in modes)
-        shares = (coded[x] / plain[x] for x in ("ms", "peak_bytes"))
+        shares = coded["ms"] / plain["ms"], memory(coded) / memory(plain)
         rows.append([label, ms(plain), ms(coded), giga(plain), giga(coded),
                      *(f"{share:.2f}" for share in shares)])  # fmt: skip
         commands.append(command)
@@ -300,6 +335,7 @@ PAGES = {
     "docs/performance.md": {
         "steps": steps,
         "untouched": untouched,
+        "profile": profile,
         "residuals": residuals,
         "fp8": fp8,
         "layers": fp8_layers,

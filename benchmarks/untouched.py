@@ -420,19 +420,18 @@ def print_model(name, best, rate):
 def print_kernels(record, count=30):
     """Prints what one mode spends its time on, the largest first."""
     found = collections.defaultdict(lambda: [0.0, 0.0])
-    for *names, runs, ms in record["kernels"]:
-        row = found[tuple(re.sub(r"[\d._]+$", "", name) for name in names)]
+    for name, runs, ms in record["kernels"]:
+        row = found[re.sub(r"[\d._]+$", "", name)]
         row[0] += runs
         row[1] += ms
-    rows = sorted(([*names, *row] for names, row in found.items()), key=lambda x: -x[-1])
+    rows = sorted(([name, *row] for name, row in found.items()), key=lambda x: -x[-1])
     total = sum(row[-1] for row in rows)
     print(f"\n{record['case']}: {total:.2f} ms in {len(rows)} kinds of kernels\n")
     measure.print_columns(
         rows[:count],
-        ("operation", lambda row: row[0]),
-        ("kernel", lambda row: row[1][:60]),
-        ("runs", lambda row: number(row[2], 1)),
-        ("ms", lambda row: number(row[3], 3)),
+        ("kernel", lambda row: row[0][:60]),
+        ("runs", lambda row: number(row[1], 1)),
+        ("ms", lambda row: number(row[2], 3)),
     )
 
 
