@@ -22,6 +22,8 @@ import time
 import jax
 import jax.numpy as jnp
 
+BEGAN = time.perf_counter()
+
 # --- the command line -------------------------------------------------------------------
 
 
@@ -312,6 +314,7 @@ def compile_step(step, state, inputs):
     end = time.perf_counter()
     jax.monitoring.unregister_event_listener(listen)
     record = {
+        "begin_s": start - BEGAN,  # to import, and to make parameters and data
         "trace_s": middle - start,
         # A program that came out of the cache says nothing about compilation.
         "compile_s": None if hits else end - middle,

@@ -39,6 +39,13 @@ def sharding(axis_type):
 
 # --- all_finite ------------------------------------------------------------------------
 
+
+@pytest.fixture(params=[1, 8], ids=["one device", "several"])
+def devices(request, monkeypatch):
+    """JAX says that it has so many devices: one checks rows of equal length together."""
+    monkeypatch.setattr(jax, "device_count", lambda: request.param)
+
+
 # What holds no number that could be infinite, and numbers near the end of their range.
 FINITE = {
     "empty_dict": {},
@@ -68,6 +75,7 @@ FINITE = {
 }
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("leaf", FINITE.values(), ids=FINITE)
 def test_finite_numbers_and_everything_else_are_finite(leaf):
     for tree in (leaf, {"w": jnp.ones(2), "x": [leaf]}):
@@ -77,6 +85,7 @@ def test_finite_numbers_and_everything_else_are_finite(leaf):
         assert bool(finite) is True
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(
     "make",
@@ -84,6 +93,7 @@ def test_finite_numbers_and_everything_else_are_finite(leaf):
         lambda bad: jnp.array([1.0, bad]),
         lambda bad: jnp.array(bad, jnp.float16),
         lambda bad: jnp.array([[bad]], jnp.bfloat16),
+        lambda bad: jnp.ones((3, 2)).at[2, 0].set(bad),
         lambda bad: jnp.array([1j * bad], jnp.complex64),
         lambda bad: np.array([1.0, bad]),
         lambda bad: np.array([bad], ml_dtypes.bfloat16),
@@ -94,8 +104,17 @@ def test_finite_numbers_and_everything_else_are_finite(leaf):
 )
 def test_one_bad_number_anywhere_is_found(make, bad):
     assert not mpx.all_finite(make(bad))
-    tree = {"a": jnp.ones(3), "b": (Pair(make(bad), "x"), 3), "c": jnp.ones(3)}
+    tree = {"a": jnp.ones((3, 2)), "b": (Pair(make(bad), "x"), 3), "c": jnp.ones(3)}
     assert not mpx.all_finite(tree)
+    assert not mpx.all_finite(tree | {"b": jnp.ones((3, 0)), "d": make(bad)})
+
+
+def test_rows_of_equal_length_are_checked_together_on_one_device(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    tree = [jnp.ones((4, 3)), jnp.ones((4, 5)), jnp.ones((2, 3))]
+    found = str(jax.make_jaxpr(mpx.all_finite)(tree))
+    assert found.count("reduce_and[axes=(1,)") == 3  # the rows of each
+    assert found.count("reduce_and[axes=(0,)") == 2  # four rows together, and two
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A *floating leaf* is an array (JAX, NumPy, tracer or `ShapeDtypeStruct`) with a 
 floating dtype of at least 16 bits. Everything else passes through mpx untouched.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -200,7 +201,15 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
         Array(False, dtype=bool)
     """
-    checks = [jnp.all(_isfinite(x)) for x in jax.tree.leaves(tree) if _has_numbers(x)]
+    # On one device, rows are checked first, and those of one length together: XLA would
+    # start two kernels for each array to get a single flag. Between devices a flag is cheap.
+    is_alone = jax.device_count() == 1
+    groups: dict[Any, list[Array]] = {}
+    for index, x in enumerate(filter(_has_numbers, jax.tree.leaves(tree))):
+        axis = -1 if is_alone and np.ndim(x) > 1 else None
+        flags = jnp.all(_isfinite(x), axis=axis)
+        groups.setdefault(flags.shape or index, []).append(flags)
+    checks = [jnp.all(functools.reduce(jnp.logical_and, x)) for x in groups.values()]
     # The first that is false. XLA for CPUs would compute a product of all flags again for
     # each array that is selected by it, and compile for minutes; this it computes once.
     first = jnp.argmin(jnp.stack([*checks, jnp.array(False)]))
