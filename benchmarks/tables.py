@@ -143,6 +143,20 @@ def untouched():
     return "\n\n".join(parts)
 
 
+def largest():
+    """The largest batches of an H200, as the compiler plans memory."""
+    cases, _ = load("largest")
+    labels = MODES | {"residuals": '`mpx.amp(loss, residuals="int8")`'}
+    models = dict.fromkeys(case.partition(":")[0] for case in cases)
+    modes = dict.fromkeys(case.partition(":")[2] for case in cases)
+    rows = [
+        [labels[mode], *(cases[f"{model}:{mode}"]["largest"] for model in models)]
+        for mode in modes
+    ]
+    command = json.loads((HERE / "results" / "largest.json").read_text("utf-8"))
+    return f"{table(['', *models], rows)}\n\n`{command['command']}`"
+
+
 def profile():
     """What a step of nanodo 405M spends its time on."""
     cases, command = load("nanodo-405m-profile")
@@ -335,6 +349,7 @@ PAGES = {
     "docs/performance.md": {
         "steps": steps,
         "untouched": untouched,
+        "largest": largest,
         "profile": profile,
         "residuals": residuals,
         "fp8": fp8,

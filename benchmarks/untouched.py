@@ -11,7 +11,9 @@ none, parameters and inputs that are cast by hand), `amp`, `residuals` (amp with
 in int8), `fp8` (around amp), `flash` (amp with bf16 parameters and compressed AdamW), `all`
 (fp8 and flash), `release` (all, with gradient release). Without `--seeds` it only times;
 with them it trains `--train` steps for each. `--profile` prints the kernels that take most
-of the time. `--json FILE` writes what was measured.
+of the time. `--largest` measures nothing: it compiles for an H200, with JAX's plugin for CUDA
+but without a GPU, and prints the largest batches that fit into 95 % of its memory. `--json
+FILE` writes what was measured.
 """
 
 import collections
@@ -29,7 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import _h200
 import _measure as measure
 import mpx
 from _measure import giga, number, percent, ratio
@@ -44,6 +48,7 @@ CLONES = {
 }
 MODES = ("f32", "own", "amp", "residuals", "fp8", "flash", "all", "release")
 RATE = 3e-4
+MEMORY = 0.95 * 141e9  # bytes that JAX may use, if it is asked to, on an H200
 WIDE = 8192  # rows and columns of the matmul whose rate is the limit; 256 on a CPU
 
 
@@ -256,22 +261,23 @@ def vmoe(width, layers, heads, experts, count, size, patch=16):
     )
 
 
+# Each makes a task with so many times its batch.
 MODELS = {
-    "nanodo-43m": lambda: nanodo(768, 6, 12, 32, 512),
-    "nanodo-405m": lambda: nanodo(1024, 32, 16, 8, 1024),
-    "big_vision-vit-b": lambda: big_vision_vit("B/16", 128, 224),
-    "bonsai-qwen3": lambda: qwen3(12, 1024, 8, 1024),
-    "bonsai-convnext": lambda: convnext("convnext_tiny_224", 128),
-    "bonsai-unet": lambda: unet(16, 256),
-    "vmoe-b": lambda: vmoe(768, 12, 12, 8, 64, 224),
+    "nanodo-43m": lambda n=1: nanodo(768, 6, 12, 32 * n, 512),
+    "nanodo-405m": lambda n=1: nanodo(1024, 32, 16, 8 * n, 1024),
+    "big_vision-vit-b": lambda n=1: big_vision_vit("B/16", 128 * n, 224),
+    "bonsai-qwen3": lambda n=1: qwen3(12, 1024, 8 * n, 1024),
+    "bonsai-convnext": lambda n=1: convnext("convnext_tiny_224", 128 * n),
+    "bonsai-unet": lambda n=1: unet(16 * n, 256),
+    "vmoe-b": lambda n=1: vmoe(768, 12, 12, 8, 64 * n, 224),
 }
 DEFAULT = ",".join(MODELS)
 MODELS |= {
-    "nanodo-tiny": lambda: nanodo(64, 2, 4, 4, 64),
-    "bonsai-qwen3-tiny": lambda: qwen3(2, 128, 2, 32),
-    "bonsai-unet-tiny": lambda: unet(2, 32, (8, 16, 32, 64, 128)),
-    "big_vision-vit-tiny": lambda: big_vision_vit("mu/16", 4, 32),
-    "vmoe-tiny": lambda: vmoe(64, 4, 2, 4, 8, 32, patch=8),
+    "nanodo-tiny": lambda n=1: nanodo(64, 2, 4, 4 * n, 64),
+    "bonsai-qwen3-tiny": lambda n=1: qwen3(2, 128, 2 * n, 32),
+    "bonsai-unet-tiny": lambda n=1: unet(2 * n, 32, (8, 16, 32, 64, 128)),
+    "big_vision-vit-tiny": lambda n=1: big_vision_vit("mu/16", 4 * n, 32),
+    "vmoe-tiny": lambda n=1: vmoe(64, 4, 2, 4, 8 * n, 32, patch=8),
 }
 
 
@@ -348,6 +354,29 @@ def run_mode(case, options):
             losses.append(value)
         record["losses"][seed] = statistics.mean(map(float, losses[-10:]))
     return record
+
+
+def plan_mode(case):
+    """Compiles one mode for an H200 with two batches; returns the largest that would fit."""
+    name, _, mode = case.partition(":")
+    mesh = Mesh(np.array(_h200.devices(1)), ("x",))
+    place = NamedSharding(mesh, PartitionSpec())
+    types = lambda tree: jax.tree.map(  # noqa: E731
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree
+    )
+    sizes, rows = [], 0
+    for times in (2, 1):
+        task = MODELS[name](times)
+        start, step = make_step(mode, task)
+        state = jax.eval_shape(lambda key: start(task.init(key)), jax.random.key(0))  # noqa: B023
+        batch = next(task.batches(0))
+        rows = len(jax.tree.leaves(batch)[0])
+        with _h200.described(), jax.set_mesh(mesh):
+            lowered = jax.jit(step, donate_argnums=0).lower(types(state), types(batch))
+            program = lowered.compile(_h200.compiler_options())
+        sizes.append(measure.planned_memory(program)["compiled_bytes"])
+    each = (sizes[0] - sizes[1]) / rows
+    return {"largest": int(rows + (MEMORY - sizes[1]) / each), "bytes": sizes}
 
 
 def count_flops(task, batch):
@@ -447,19 +476,28 @@ def main():
     options = measure.read_options(
         __doc__,
         f"clones=clones models={DEFAULT} modes={','.join(MODES)} seeds=, steps=60 "
-        "group=10 train=300 profile repeat=1 budget=3000.0 timeout=600.0 json=str",
+        "group=10 train=300 profile largest repeat=1 budget=3000.0 timeout=600.0 json=str",
     )
     find_clones(options.clones)
     if options.child is not None:
-        return measure.end_child(run_mode(options.child, options))
+        run = (
+            plan_mode
+            if options.largest
+            else functools.partial(run_mode, options=options)
+        )
+        return measure.end_child(run(options.child))
     measure.pick(MODELS, options.models)
     measure.pick(dict.fromkeys(MODES), options.modes)
     cases = [f"{name}:{mode}" for name in options.models for mode in options.modes]
-    runs = measure.run_cases(["rate", *cases], options)
+    runs = measure.run_cases([*cases] if options.largest else ["rate", *cases], options)
     best = {case: records[0] for case, records in runs.items()
             if "error" not in records[0]}  # fmt: skip
     if not best:
         return 1
+    if options.largest:
+        rows = [[case, str(record["largest"])] for case, record in best.items()]
+        print("\n" + measure.format_table(["", "largest batch"], rows))
+        return int(len(best) < len(runs))
     measure.print_machine(next(iter(best.values())))
     rate = best.pop("rate", {}).get("rate")
     print(f"A large bf16 matmul reaches {number(ratio(rate, 1e12), 0)} TFLOP/s.")

@@ -74,6 +74,26 @@ def test_residuals_in_8_bits_halve_the_memory_of_one_gpu():
     assert coded < 0.65 * plain
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_codes_are_made_and_read_by_kernels_that_run_anyway():
+    text = compile_deep(1, P(), residuals="int8").as_text() or ""
+    entry = text[text.index("\nENTRY") :]
+    low, codes = (rf"{name}\[{TOKENS},{HIDDEN}\]" for name in ("bf16", "s8"))
+    fusions = re.findall(r"= (.*?) fusion\((.*?)\), kind=k(?:Loop|Input)", entry)
+    made = [out for out, _ in fusions if re.search(codes, out)]
+    assert len(made) == 8
+    assert all(re.search(low, out) for out in made)  # beside gelu
+    holders = re.findall(rf"%(\S+) = {codes}", entry)
+    read = [
+        out
+        for out, given in fusions
+        if {*re.findall(r"%([\w.-]+)", given)} & {*holders}
+    ]
+    # Gelu again and its derivative in one.
+    assert len(read) == 8
+    assert all(len(re.findall(low, out)) == 2 for out in read)
+
+
 def test_residuals_in_8_bits_wait_for_nothing_on_several_gpus():
     plain, coded = (
         compile_deep(8, P("x"), residuals=kept).as_text() or ""

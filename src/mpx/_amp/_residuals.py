@@ -328,7 +328,7 @@ def _custom(jaxpr: Jaxpr, kinds: Sequence[str], form: str) -> Callable[..., Valu
             residuals = [atom.aval for atom in wanted]
             program = jax.make_jaxpr(transposed)(residuals, arriving)
             known = dict(zip([*inputs, *roots], kept, strict=True))
-            grads = _Again(search.maker, known, form).run(program, wanted, arriving)
+            grads = _Again(search, known, form).run(program, wanted, arriving)
             found = dict(zip(free, grads, strict=True))
             return tuple([found.get(i) for i in range(len(args))])
 
@@ -380,7 +380,7 @@ def _read(env: Mapping[Any, PyTree], atom: Any) -> PyTree:
 class _Again:
     """A backward pass: values of the forward pass are computed again where they are read."""
 
-    maker: Mapping[Any, Equation]
+    search: Search
     known: dict[Any, PyTree]  # what is kept or computed; `None` if nothing is
     form: str
     # Gradients that were computed since a root was decoded.
@@ -404,8 +404,10 @@ class _Again:
             return self.value(source[atom], arrived) if atom in source else env[atom]
 
         def is_coded(atom: Any) -> bool:
-            root = source.get(atom) if _is_var(atom) else None
-            return _is_var(root) and isinstance(self.known.get(root), Coded)
+            found = [source[atom]] if _is_var(atom) and atom in source else []
+            return any(
+                isinstance(self.known[root], Coded) for root in self.search.roots(found)
+            )
 
         for eqn in body.eqns:
             found = (base[x] for x in eqn.invars if _is_var(x) and x in base)
@@ -441,7 +443,7 @@ class _Again:
             coded, one = self.opened[atom]
             return decode(coded, self.form, atom.aval.dtype, one)
         if found is None:
-            eqn = self.maker[atom]
+            eqn = self.search.maker[atom]
             outs = eval_equation(eqn, [self.value(x, arrived) for x in eqn.invars])
             self.known.update(zip(eqn.outvars, outs, strict=True))
         return self.known[atom]
