@@ -84,6 +84,44 @@ def test_report_counts_a_jitted_layer_each_time_it_is_called():
     assert len(report.changed) == 2
 
 
+def on_four_lines(p, x):
+    h = jnp.tanh(x @ p["a"])
+    h = jnp.tanh(h @ p["b"])
+    h = jnp.tanh(h @ p["c"])
+    return jnp.sum((h @ p["d"]).astype(jnp.float32))
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        mpx.recipes.CurrentScaling(),
+        mpx.recipes.CurrentScaling(granularity="row"),
+        DelayedScaling(),
+        mpx.recipes.Int8(),
+        mpx.recipes.MXFP8(emulate=True),
+        mpx.recipes.NVFP4(emulate=True),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+@pytest.mark.parametrize("around", [lambda f: f, amp, jax.checkpoint])
+def test_matmuls_of_one_shape_have_their_own_lines(recipe, around):
+    params, x = dict.fromkeys("abcd", shape(64, 64)), shape(32, 64)
+    func = fp8(around(on_four_lines), recipe, min_gain=0)
+    start = on_four_lines.__code__.co_firstlineno
+    found = mpx.inspect.report(func, params, x)
+    assert len(found.fp8.changed) == 4
+    # Without the rotations of NVFP4.
+    places = [x.place for x in found.matmuls if x.place.param]
+    lines = {(x.param, x.source, x.backward) for x in places}
+    file = "tests/test_fp8_report.py"
+    assert lines == {
+        (f"p/{name}", f"{file}:{start + i}", backward)
+        for i, name in enumerate("abcd", 1)
+        for backward in (False, True)
+    }
+
+
 def experts(p, x):
     tokens = jnp.einsum("ecd,edf->ecf", x.reshape(2, 16, 64), p["experts"])
     return lax.ragged_dot(tokens.reshape(32, 30), p["ragged"], jnp.asarray([8, 24]))

@@ -583,6 +583,34 @@ def test_gradient_in_the_function_is_not_taken_again():
     assert sum(found.residual_bytes.values()) == 4 * B * H
 
 
+TRANSFORMED = {  # of a function under `amp`, without what it is given
+    "grad": lambda f: jax.grad(f),
+    "value and grad": lambda f: jax.value_and_grad(f),
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "mpx": lambda f: functools.partial(mpx.value_and_grad(f), mpx.NoLossScaling()),
+}
+
+
+@pytest.mark.parametrize("wrap", [mpx.amp, lambda f: mpx.amp(jax.jit(f)), jax.jit])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_gradient_of_a_function_under_amp_is_reported_as_it_is_given(name, wrap):
+    func, x = TRANSFORMED[name](wrap(two_layers)), shape(B, D)
+    for backward in (None, False):
+        found = report(func, WEIGHTS, x, backward=backward)
+        assert sum(found.flops.values()) == 5 * ONE
+        assert found.passes == "forward and backward"
+    if "value" not in name and name != "mpx":
+        with pytest.raises(TypeError, match="must return a scalar loss first"):
+            report(func, WEIGHTS, x, backward=True)
+
+
+def test_batch_of_a_module_under_amp_is_reported_as_it_is_given():
+    mlp = eqx.nn.MLP(D, "scalar", H, 1, key=jax.random.key(0))
+    found = report(jax.vmap(mpx.amp(mlp)), jnp.ones((B, D)))
+    assert found.flops == {"bf16": 2 * B * H * (D + 1)}
+
+
 def test_step_without_a_loss_has_both_passes():
     def step(weights, x):
         grads = jax.grad(two_layers)(weights, x)

@@ -68,6 +68,8 @@ class MatmulSpec:
             so that of its sum over devices; `None` for `dtype`.
         shardings: Those of the operands, on meshes with explicit axes.
         transposes: Whether tensors are quantised in both orders of their axes at once.
+        place: Its parameter and its source lines, for inspections: what is traced once for
+            equal specs has the lines of the first.
     """
 
     dimensions: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
@@ -78,6 +80,7 @@ class MatmulSpec:
     weight_grad: np.dtype | None = None
     shardings: tuple[NamedSharding | None, ...] = (None, None)
     transposes: bool = dataclasses.field(default_factory=lambda: transposing_pays())
+    place: tuple[object, ...] = ()
 
     def role(self, side: int) -> str:
         """Returns whether an operand is the activation or the weight."""

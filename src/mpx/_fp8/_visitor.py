@@ -225,6 +225,7 @@ class Fp8(Transformation):
             shardings=tuple(
                 x if has_explicit_axes(x.mesh) else None for x in shardings
             ),
+            place=() if self.matmuls is None else (param, *source_frames(eqn)),
         )
         with jax.named_scope(FP8_SCOPE):
             if self.chosen.recipe.in_blocks:

@@ -18,6 +18,7 @@ from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import PICKS, Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
+from mpx.inspect._result import short_source
 from mpx.inspect._run import NAN, Classes, Node, Recording, Ref, Run, Site, Value
 
 Arrays = Sequence[Numbers]
@@ -163,17 +164,24 @@ class Blame:
         if self.recording.endless:
             return ("the compiled function was not run: its loop may not end",)
         bad, compiled = self._bad_results(self._measured), self.errors.max(initial=0)
+        found = list[str]()
+        if self._clipped and not self.verdicts:
+            lines = {short_source(self.recording.site(i)[0]) for i in self._clipped}
+            found.append(
+                f"a scale of fp8 clips numbers at {', '.join(sorted(lines))}, which changes "
+                f"no result by more than {100 * _INACCURATE:g} % here"
+            )
         if not bad and compiled > self._limit >= self._measured.max():
-            return (
+            found.append(
                 "gradients differ because comparisons of nearly equal numbers, as in a relu, "
-                "fall differently than in f32; with the same decisions they agree",
+                "fall differently than in f32; with the same decisions they agree"
             )
         if bad and all(self.errors[i] <= self._limit for i in bad):
-            return (
+            found.append(
                 "compiled, the error does not show here: XLA keeps more digits than the "
-                "program asks for, which depends on the device and on what it fuses",
+                "program asks for, which depends on the device and on what it fuses"
             )
-        return ()
+        return tuple(found)
 
     @property
     def headroom(self) -> float:
@@ -268,7 +276,7 @@ class Blame:
         worst = max(node.stats, key=lambda x: x.error)
         if not worst.local_is_finite:
             return "overflow"
-        if node.is_clipped:
+        if node.excess:
             return "clipping"
         sizes = [x.largest for x in self.recording.operands(node)]
         is_small = worst.largest < max(sizes, default=0.0) / 8
@@ -324,21 +332,54 @@ class Blame:
         return np.where(self.is_grad, near, far).max(0)
 
     def _wrong(self) -> list[Verdict]:
-        """Looks for sites that make finite results wrong."""
-        bad = self._bad_results(self._measured)
-        if not bad:
-            return []
+        """Looks for what makes finite results wrong."""
+        found, bad = self._clipping(), self._bad_results(self._measured)
         first: dict[Site, int] = {}  # the first node of each site with a large error
-        for index in self._live:
-            if _is_wrong(self.nodes[index]) or self.nodes[index].is_clipped:
+        for index in self._live if bad else ():
+            if _is_wrong(self.nodes[index]):
                 start = self._first_of_chain(index)
-                first.setdefault(self.recording.site(start), start)
-        found: list[Verdict] = []
+                if not self.nodes[start].excess:
+                    first.setdefault(self.recording.site(start), start)
         for site, index in sorted(first.items(), key=lambda x: x[1])[:_MOST_SITES]:
             kind = self._kind_of_error(self.nodes[index])
             verdict = self._alone([site], index, kind)
             found += [self._running_sum(verdict) or verdict] if verdict else []
-        return found[:_MOST_FOUND] or self._search(bad)
+        found.sort(key=lambda x: x.node)
+        return found[:_MOST_FOUND] or (self._search(bad) if bad else [])
+
+    @functools.cached_property
+    def _clipped(self) -> list[int]:
+        """The nodes that clip, the worst first; of the steps of a loop, the worst."""
+        worst, nodes = dict[int, int](), self.nodes
+        for index in sorted(self._live, key=lambda i: -nodes[i].excess):
+            if nodes[index].excess:
+                worst.setdefault(id(nodes[index].eqn), index)
+        return list(worst.values())
+
+    def _clipping(self) -> list[Verdict]:
+        """Returns the scales that clip, if that makes results inaccurate without roundings.
+
+        No format explains it: the limit is that of 16 bits.
+        """
+        if not self._clipped:
+            return []
+
+        def without_rounding(indices: Iterable[int]) -> np.ndarray:
+            clips = {id(self.nodes[i].eqn) for i in indices}
+            run = Run(recording=self.recording, clips=clips)
+            errors = self._errors(self._run(run, self._whole), self.shadow)
+            return np.where(self._unstable, 0, errors)
+
+        if without_rounding(self._clipped).max() <= _INACCURATE:
+            return []
+        errors = {i: without_rounding([i]) for i in self._clipped[:_MOST_SITES]}
+        # Many layers may do together what none of them does alone.
+        least = min(_INACCURATE, max(x.max() for x in errors.values()) / 2)
+        return [
+            Verdict(i, "clipping", None, float(x.max()), self.names[x.argmax()])
+            for i, x in errors.items()
+            if x.max() >= least
+        ]
 
     def _running_sum(self, verdict: Verdict) -> Verdict | None:
         """Returns the verdict on a running sum whose differences have lost their digits."""

@@ -37,7 +37,7 @@ _REMEDIES = {
     "cancellation": "avoid the difference of large numbers (a variance is "
     "mean((x - mean)²), not mean(x²) - mean²); or {keep}, and the lines before it, too",
     "accumulation": "add up in f32: make the accumulator an f32 array, or {keep}",
-    "clipping": "choose a scale that holds it: a larger number in `StaticScaling`, more "
+    "clipping": "choose a scale that holds it: a larger `{role}_max` in `StaticScaling`, more "
     "`margin` in `DelayedScaling`, or `CurrentScaling()`, which clips nothing; or {keep}",
     "precision, fp8": "{keep}",
     "precision": "{keep}; positions and angles in f32, too, before their sine and cosine",
@@ -171,12 +171,14 @@ class _Reader:
             params = (name for x in made if x.eqn is not None for name in x.names)
             near = next(filter(None, params), "")
         sources, effect = blame.recording.operands(node), self._effect(verdict)
+        role = ""
         if kind == "clipping":
             # Its operand is the product of the numbers and the inverse of their scale.
             sources = blame.recording.operands(blame.nodes[node.parents[0][0]])[:1]
             limits[kind] = low.max * sources[0].largest / node.stats[0].largest
             is_weight = any(any(x.names) for x in blame.in_fp8(verdict.node))
-            what = "weight" if is_weight else "gradient" if backward else "activation"
+            role = "weight" if is_weight else "grad" if backward else "activation"
+            what = "gradient" if role == "grad" else role
             effect = f"clips the {what} to {limits[kind]:.3g}, which {effect}"
         return Finding(
             kind=kind,
@@ -190,7 +192,7 @@ class _Reader:
             result=node.stats[out].shadow,
             got=node.stats[out].own,
             effect=effect,
-            remedy=self._remedy(kind, node, place),
+            remedy=self._remedy(kind, node, place, role),
         )
 
     def _effect(self, verdict: Verdict) -> str:
@@ -211,7 +213,7 @@ class _Reader:
         reached = [name for name, x in pairs if not np.isfinite(x).all()]
         return f"{what}, which reach the {_and_more(reached)}"
 
-    def _remedy(self, kind: str, node: Node, place: Place) -> str:
+    def _remedy(self, kind: str, node: Node, place: Place, role: str) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
         wrapper = "fp8" if node.in_fp8 else self._wrapper
         if wrapper:
@@ -238,6 +240,7 @@ class _Reader:
         chosen = (x for x, holds in cases.items() if holds and x.startswith(f"{kind},"))
         return _REMEDIES[next(chosen, kind)].format(
             keep=keep,
+            role=role,
             or_keep=f"; or {keep}" if node.format else "",
             low=low,
             least=1 / low.max,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.stages import Wrapped
 from jaxtyping import PyTree
 
 from mpx._amp._call import flat_call, under_amp
@@ -157,13 +158,16 @@ def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None
 
 def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]:
     """Returns the function that `amp` or `fp8` was given, and what they do with it."""
-    if isinstance(func, Fp8Function):
-        chosen, (inner, wrap) = func.chosen, unwrapped(func.func)
+    # `jit` changes nothing, so it is left out.
+    own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
+    if isinstance(own, Fp8Function):
+        chosen, (inner, wrap) = own.chosen, unwrapped(own.func)
         return inner, lambda func: Fp8Function(wrap(func), chosen)
-    autocast = getattr(func, "mpx_autocast", None)
-    if autocast is None:
+    # By `functools.wraps`, the gradient of such a function has its attributes, too.
+    wrapper, given = getattr(own, "mpx_under_amp", (None, own))
+    if wrapper is not own:
         return func, lambda func: func
-    inner, wrap = unwrapped(getattr(func, "__wrapped__"))  # noqa: B009
+    autocast, (inner, wrap) = getattr(own, "mpx_autocast"), unwrapped(given)  # noqa: B009
     return inner, lambda func: under_amp(wrap(func), autocast)
 
 

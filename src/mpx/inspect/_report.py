@@ -287,7 +287,8 @@ def report(
         backward: Whether the report covers the gradient with respect to the parameters,
             too: the floating arrays of the first argument, or of the function if it is a
             module. The first result must be a scalar loss. By default it does so where
-            that is possible and the function computes no gradient itself.
+            that is possible and the function computes no gradient itself. If false, the
+            function is reported as it is, with the gradients that it takes itself.
         **kwargs: The keyword arguments of the function.
 
     Raises:

@@ -12,7 +12,7 @@ import functools
 import heapq
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -98,7 +98,8 @@ class Run:
 
     With a recording, the run takes its branches, its steps and its decisions between nearly
     equal numbers, except at the site `free`. In the equation of `constant` the number takes
-    the place of those that are written in it.
+    the place of those that are written in it. The equations with an `id` in `clips` clip to
+    the range of their format, and do not round.
     """
 
     def __init__(
@@ -109,10 +110,12 @@ class Run:
         free: Site | None = None,
         in_turn: bool = False,
         constant: tuple[Equation, float] | None = None,
+        clips: Collection[int] = (),
         most_steps: float = 10_000,
     ) -> None:
         self._low, self._in_turn, self._most_steps = low, in_turn, most_steps
         self._recording, self._free, self._constant = recording, free, constant
+        self._clips = clips
         self._given = None if recording is None else iter(recording.choices)
         self._decisions = iter(() if recording is None else recording.decisions)
         self.choices: list[int] = []  # the branches and steps that were taken
@@ -137,11 +140,14 @@ class Run:
             number = np.float32(self._constant[1])
             pairs = zip(args, eqn.invars, strict=True)
             args = [number if isinstance(atom, Literal) else x for x, atom in pairs]
-        is_low = low_format(eqn) is not None
-        if is_low and (only_moves(eqn) or not self._low(site)):
+        low = low_format(eqn)
+        if low and id(eqn) in self._clips:
+            x = np.asarray(args[0])
+            outs = [np.where(np.abs(x) > _edge(low), np.sign(x) * low.max, x)]
+        elif low and (only_moves(eqn) or not self._low(site)):
             outs = run_in_f32(eqn, args, axes)
         else:
-            outs = run_as_written(eqn, args, axes, in_turn=is_low and self._in_turn)
+            outs = run_as_written(eqn, args, axes, in_turn=bool(low) and self._in_turn)
             outs = [widened(x) for x in outs]
         if self._recording is not None and is_decision(eqn) and not axes:
             other, eps = next(self._decisions), self._recording.eps
@@ -282,6 +288,11 @@ def _in_lanes(func: Callable[..., Array], values: Values) -> Lanes:
 _NONE = (math.nan, math.nan)
 
 
+def _edge(low: Format) -> float:
+    """Returns the number above which clipping changes more than rounding to nearest."""
+    return low.max * (1 + low.eps / 4)  # about half a unit in the last place
+
+
 @dataclasses.dataclass(slots=True)
 class Stats:
     """What is known of one value of a recording.
@@ -325,11 +336,12 @@ class Node:
         return FP8_SCOPE in self.around.scopes
 
     @property
-    def is_clipped(self) -> bool:
-        """Whether `fp8` clips here what exceeds a scale that was chosen before."""
+    def excess(self) -> float:
+        """What `fp8` clips here over what a scale holds that was chosen before; else 0."""
         if self.format is None or self.eqn.params.get("name") != "mpx_clip":
-            return False
-        return self.stats[0].largest > self.format.max
+            return 0.0
+        largest = self.stats[0].largest
+        return largest / self.format.max if largest > _edge(self.format) else 0.0
 
     @property
     def error(self) -> float:
