@@ -138,7 +138,8 @@ def test_every_result_names_its_command_and_machine():
         script = found["command"].split()[1]
         assert (ROOT / script).is_file()
         assert "/" not in found["command"].replace(script, "")
-        is_planned = "--largest" in found["command"]  # compiled for a GPU, on any machine
+        # Compiled for a GPU, on any machine.
+        is_planned = "--largest" in found["command"]
         assert is_planned or found["machine"]["backend"] == "gpu"
         for record in found["cases"].values():
             if is_planned:
