@@ -102,7 +102,14 @@ def train(step, carry, steps, grads=make_grads):
 ROUNDINGS = 4 * 2.0**-23
 
 
-_masters = jax.jit(mpx.optim.master_params)
+masters = jax.jit(mpx.optim.master_params)
+
+
+@jax.jit
+def _parts(params, state):
+    """Returns what a state holds, and the master weights, in one program."""
+    weights = mpx.optim.master_params(params, state)
+    return state.mu, state.nu, state.correction, weights
 
 
 def assert_same_step(got, want):
@@ -117,15 +124,13 @@ def assert_same_step(got, want):
         got: Parameters and state.
         want: Those of the other program.
     """
-    (params, state), (want_params, want_state) = jax.device_get((got, want))
+    got, want = jax.device_get((got, want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    assert state.count == want_state.count
-    for one, other in ((state.mu, want_state.mu), (state.nu, want_state.nu)):
+    assert got[1].count == want[1].count
+    found, expected = jax.device_get([_parts(*pair) for pair in (got, want)])
+    for one, other in zip(found[:2], expected[:2], strict=True):
         jax.tree.map(_assert_same_moment, one, other, is_leaf=_is_quantized)
-    masters = jax.device_get(
-        [_masters(*pair) for pair in ((params, state), (want_params, want_state))]
-    )
-    jax.tree.map(_assert_same_master, params, state.correction, *masters)
+    jax.tree.map(_assert_same_master, got[0], found[2], found[3], expected[3])
 
 
 def assert_same_step_of(name, got, want):
@@ -136,12 +141,12 @@ def assert_same_step_of(name, got, want):
         got: Parameters and state.
         want: Those of another optimizer.
     """
-    (params, state), (_, want_state) = got, want
-    _assert_same_moment(state.mu[name], want_state.mu[name])
-    if want_state.nu is not None:
-        _assert_same_moment(state.nu[name], want_state.nu[name])
-    masters = jax.device_get([_masters(*pair)[name] for pair in (got, want)])
-    _assert_same_master(params[name], state.correction[name], *masters)
+    found, expected = jax.device_get([_parts(*pair) for pair in (got, want)])
+    _assert_same_moment(found[0][name], expected[0][name])
+    if expected[1] is not None:
+        _assert_same_moment(found[1][name], expected[1][name])
+    weights = found[3][name], expected[3][name]
+    _assert_same_master(got[0][name], found[2][name], *weights)
 
 
 def _is_quantized(node):

@@ -69,7 +69,7 @@ def problem(shape, mesh=None, spec=None):
     """Returns bf16 parameters and two gradients, on one device or sharded."""
 
     def put(x):
-        leaf = jnp.asarray(x, jnp.bfloat16)
+        leaf = jnp.asarray(x.astype(jnp.bfloat16))
         return {"w": leaf if mesh is None else jax.device_put(leaf, sharding)}
 
     sharding = None if mesh is None else NamedSharding(mesh, spec)
@@ -339,10 +339,11 @@ def test_small_and_f32_parameters_step_locally(axis_type):
     weights, grads = numbers(SHAPE)
 
     def tree(x):
+        low = x.astype(jnp.bfloat16)
         return {
-            "bias": jnp.asarray(x[0], jnp.bfloat16),  # small: f32 moments
-            "f32": jnp.asarray(x, jnp.float32),  # no correction
-            "odd": jnp.asarray(x[:, :40], jnp.bfloat16),  # 40 is no multiple of 32
+            "bias": jnp.asarray(low[0]),  # small: f32 moments
+            "f32": jnp.asarray(x),  # no correction
+            "odd": jnp.asarray(low[:, :40]),  # 40 is no multiple of 32
         }
 
     specs = {"bias": P("x"), "f32": P("x", "y"), "odd": P("y", "x")}
@@ -352,10 +353,10 @@ def test_small_and_f32_parameters_step_locally(axis_type):
     sharded, found = compiled(step, *args)
     assert found == []
     params, state = sharded(*args)
+    parts = state.mu, state.nu, state.correction
     for name, spec in specs.items():
         assert is_sharded_like(params[name], mesh, spec)
-        parts = (state.mu[name], state.nu[name], state.correction[name])
-        assert not unlike(parts, mesh, spec)
+        assert not unlike([part[name] for part in parts], mesh, spec)
     alone = step(tree(weights), tree(grads[0]))
     assert_same_step((params, state), tuple(alone))
 

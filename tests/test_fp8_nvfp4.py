@@ -20,8 +20,8 @@ from fp8_cases import (
     assert_training_ends_near_bf16,
     everywhere,
     explained,
-    two_layer_problem,
-    two_layers,
+    one_layer,
+    one_layer_problem,
 )
 from models import normal
 from mpx import fp8
@@ -105,14 +105,31 @@ def turn(recipe, x):
 
 def coarse(seed, *shape, dtype=BF16):
     """Multiples of 1/64: sums of 16 of them are exact in f32, in whatever order."""
-    return jnp.round(normal(seed, *shape) * 64).astype(dtype) / 64
+    return on_a_grid(normal(seed, *shape), dtype)
+
+
+def on_a_grid(x, dtype):
+    # In NumPy: an operation of JAX would be compiled for each shape.
+    rounded = np.round(np.asarray(x) * 64).astype(dtype) / np.asarray(64, dtype)
+    return jnp.asarray(rounded)
 
 
 def spread(x):
     """Rows of very different sizes, with an empty one and one below all scales."""
     rows = 2.0 ** np.linspace(0, -7, x.shape[0]).round()
     rows[3], rows[5] = 0, 2.0**-30
-    return x * jnp.asarray(rows, x.dtype)[:, None]
+    return jnp.asarray(np.asarray(x) * rows.astype(x.dtype)[:, None])
+
+
+# One program instead of one for each of its operations.
+jitted_blocks = jax.jit(to_blocks, static_argnums=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def through_blocks(recipe, role, x):
+    """Returns the numbers that blocks hold, and the scale of all."""
+    blocks = to_blocks(recipe, role, x)
+    return from_blocks(blocks, np.dtype(np.float32)), blocks.whole
 
 
 # --- numbers --------------------------------------------------------------------------
@@ -169,7 +186,7 @@ def test_numbers_of_a_block_are_exact(dtype):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_codes_and_scales_are_those_of_numpy(name, role):
     x = spread(coarse(0, 64, 48))
-    found = to_blocks(OPTIONS[name], role, x)
+    found = jitted_blocks(OPTIONS[name], role, x)
     codes, scale, whole = role_of(OPTIONS[name], role, as_f64(x))
     assert float(found.whole) == whole
     assert found.scale.dtype == jnp.float8_e4m3fn
@@ -189,7 +206,7 @@ LAYOUTS = ("x @ w", "w @ x (Equinox)", "batch and time", "heads, crossed", "firs
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_three_products_are_those_of_numpy(layout, name, dtype):
     a, b, g, dimensions, side = problem(layout)
-    a, b, g = (jnp.round(x * 64).astype(dtype) / 64 for x in (a, b, g))
+    a, b, g = (on_a_grid(x, dtype) for x in (a, b, g))
     recipe = OPTIONS[name]
     got = run(plan_for(a, b, dimensions, side, recipe), a, b, g)
     contracted, _ = dimensions
@@ -233,16 +250,13 @@ def test_three_products_are_those_of_numpy(layout, name, dtype):
 def test_both_passes_see_the_same_weight_if_blocks_are_square():
     w = spread(coarse(0, 48, 64))
     for name, same in (("full", True), ("1d", False)):
-        one, other = (
-            from_blocks(to_blocks(OPTIONS[name], "weight", x), np.dtype(np.float32))
-            for x in (w, w.T)
-        )
+        one, other = (through_blocks(OPTIONS[name], "weight", x)[0] for x in (w, w.T))
         assert np.array_equal(one, other.T) == same
 
 
 def test_rotation_cancels_out_and_spreads_outliers():
     x, g = coarse(0, 64, 32), coarse(1, 64, 48)
-    turned = [np.asarray(rotated(y.T), np.float64) for y in (g, x)]
+    turned = [np.asarray(jax.jit(rotated)(y.T), np.float64) for y in (g, x)]
     np.testing.assert_allclose(
         turned[0] @ turned[1].T, as_f64(g).T @ as_f64(x), rtol=2.0**-22, atol=2.0**-20
     )
@@ -253,8 +267,8 @@ def test_rotation_cancels_out_and_spreads_outliers():
 def test_gradients_are_right_on_average():
     # Different numbers in each block, so that scales are rounded, too.
     g = normal(0, 4096, 64, dtype=BF16)
-    blocks = to_blocks(FULL, "grad", g)
-    found = as_f64(from_blocks(blocks, np.dtype(np.float32))) * float(blocks.whole)
+    found, whole = through_blocks(FULL, "grad", g)
+    found = as_f64(found) * float(whole)
     error, wide = found - as_f64(g), as_f64(g)
     peaks = np.abs(wide.reshape(4096, 4, 16)).max(-1, keepdims=True)
     largest = (np.abs(wide.reshape(4096, 4, 16)) == peaks).reshape(wide.shape)
@@ -263,7 +277,7 @@ def test_gradients_are_right_on_average():
         assert part.size > 5000
         assert abs(part.mean()) <= 5 * part.std() / math.sqrt(part.size)
     # To nearest the largest of a block are clipped as often as they are not.
-    blocks = to_blocks(OPTIONS["nearest"], "grad", g)
+    blocks = jitted_blocks(OPTIONS["nearest"], "grad", g)
     assert np.any(np.abs(as_f64(blocks.codes)) == 6)
 
 
@@ -347,7 +361,7 @@ def test_refused_without_blackwell_unless_emulated():
         NotImplementedError, match=r"NVFP4 needs .* Blackwell .*emulate"
     ):
         fp8(lambda p, x: x @ p, "nvfp4")(x, x)
-    out = everywhere(lambda p, x: x @ p, FULL)(x, x)
+    out = jax.jit(everywhere(lambda p, x: x @ p, FULL))(x, x)
     assert np.array_equal(as_f64(out), np.full((16, 16), 16))
 
 
@@ -355,7 +369,7 @@ def test_refused_without_blackwell_unless_emulated():
 def test_emulation_warns_of_no_hardware(monkeypatch, capability):
     monkeypatch.setattr(mpx._fp8._transform, "gpu_capability", lambda: capability)
     x = jnp.ones((16, 16), BF16)
-    everywhere(lambda p, x: x @ p, FULL)(x, x)
+    jax.eval_shape(everywhere(lambda p, x: x @ p, FULL), x, x)
 
 
 def test_blackwell_multiplies_blocks_itself(monkeypatch):
@@ -453,7 +467,7 @@ def test_shard_map_computes_what_one_device_does():
     )
     layer = everywhere(lambda p, x: x @ p, FULL)
     parts = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
-    assert_same_products(jax.jit(parts)(p, x), layer(p, x))
+    assert_same_products(jax.jit(parts)(p, x), jax.jit(layer)(p, x))
 
 
 def test_second_derivatives_are_refused():
@@ -465,7 +479,8 @@ def test_second_derivatives_are_refused():
 
 def test_what_is_saved_has_four_bits():
     p, x = coarse(0, 32, 64), coarse(1, 48, 32)
-    _, back = jax.vjp(everywhere(lambda p, x: x @ p, FULL), p, x)
+    layer = everywhere(lambda p, x: x @ p, FULL)
+    back = jax.eval_shape(lambda p, x: jax.vjp(layer, p, x)[1], p, x)
     kept = [y for y in jax.tree.leaves(back) if getattr(y, "size", 0) > 512]
     assert sorted(y.shape for y in kept) == [(32, 48), (32, 64)]
     assert {str(y.dtype) for y in kept} == {"uint4"}
@@ -475,7 +490,7 @@ def test_what_is_saved_has_four_bits():
 
 
 def test_report_calls_it_nvfp4():
-    report = mpx.inspect.report(everywhere(two_layers, FULL), *two_layer_problem())
+    report = mpx.inspect.report(everywhere(one_layer, FULL), *one_layer_problem())
     assert report.fp8.recipe == "NVFP4"
     lines = str(report.fp8).splitlines()
     assert lines[0] == "100.0 % of the forward matmul operations run in nvfp4."
@@ -490,8 +505,8 @@ def test_explain_knows_the_format_and_finds_nothing_wrong(name):
 
 
 def test_check_sees_the_rounding():
-    step = jax.jit(jax.grad(everywhere(two_layers, FULL)))
-    compiled = step.lower(*two_layer_problem()).compile()
+    step = jax.jit(jax.grad(everywhere(one_layer, FULL)))
+    compiled = step.lower(*one_layer_problem()).compile()
     assert mpx.inspect.fp8_check(compiled).quantized
 
 
