@@ -192,7 +192,7 @@ def nnx_update(model, optimizer, grads):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("through_mpx", [False, True])
 def test_nnx_optimizer(through_mpx):
-    tx = optimizer("sgd without momentum")
+    tx = optimizer()
     model = Net(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
     nnx_optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
