@@ -882,7 +882,7 @@ BREAKS = [
         "is_same = _is_bytes(eqn) and is_float(args[0])",
         "is_same = False",
         "explain",
-        "fixed_scale_clips",
+        "earlier_steps_clips",
     ),
     Break(
         "what int8 rounds is no matmul",
