@@ -174,6 +174,17 @@ def test_sharded_and_unsharded_leaves_are_checked_together(axis_type):
     assert not mpx.all_finite({"x": x / 0, "y": jnp.ones(2)})
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_axes_of_a_mesh_may_differ_on_one_device(axis_type, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    one = jax.make_mesh(
+        (1, 1), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices()[:1]
+    )
+    x, y = (jax.device_put(jnp.ones((8, 4)), NamedSharding(one, P(a))) for a in "ab")
+    assert jax.jit(mpx.all_finite)([x, y])
+    assert not jax.jit(mpx.all_finite)([x, y / 0])
+
+
 # --- select_tree -----------------------------------------------------------------------
 
 # (first, second): every kind of array leaf. NaN payloads, signed zeros and subnormal

@@ -201,14 +201,14 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
         Array(False, dtype=bool)
     """
-    # On one device, rows are checked first, and those of one length together: XLA would
-    # start two kernels for each array to get a single flag. Between devices a flag is cheap.
+    # On one device, rows are checked first, and those of one type together: to get a single
+    # flag, XLA starts two kernels for each array. On several devices only flags are sent.
     is_alone = jax.device_count() == 1
     groups: dict[Any, list[Array]] = {}
     for index, x in enumerate(filter(_has_numbers, jax.tree.leaves(tree))):
         axis = -1 if is_alone and np.ndim(x) > 1 else None
         flags = jnp.all(_isfinite(x), axis=axis)
-        groups.setdefault(flags.shape or index, []).append(flags)
+        groups.setdefault(jax.typeof(flags) if flags.ndim else index, []).append(flags)
     checks = [jnp.all(functools.reduce(jnp.logical_and, x)) for x in groups.values()]
     # The first that is false. XLA for CPUs would compute a product of all flags again for
     # each array that is selected by it, and compile for minutes; this it computes once.
