@@ -145,7 +145,7 @@ def untouched():
 
 def largest():
     """The largest batches of an H200, as the compiler plans memory."""
-    cases, _ = load("largest")
+    cases, command = load("largest")
     labels = MODES | {"residuals": '`mpx.amp(loss, residuals="int8")`'}
     models = dict.fromkeys(case.partition(":")[0] for case in cases)
     modes = dict.fromkeys(case.partition(":")[2] for case in cases)
@@ -153,8 +153,8 @@ def largest():
         [labels[mode], *(cases[f"{model}:{mode}"]["largest"] for model in models)]
         for mode in modes
     ]
-    command = json.loads((HERE / "results" / "largest.json").read_text("utf-8"))
-    return f"{table(['', *models], rows)}\n\n`{command['command']}`"
+    # Whichever machine compiled it.
+    return f"{table(['', *models], rows)}\n\n{command.partition(' on one ')[0]}"
 
 
 def profile():
