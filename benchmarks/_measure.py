@@ -259,7 +259,7 @@ def start_child(cache=None):
 
 
 def on_host(make, *args):
-    """Runs a jitted function on the CPU, and puts what it returns on the device.
+    """Runs a function on the CPU, and puts what it returns on the device.
 
     To compile the initialisation of a ViT for a GPU takes longer than its step does.
     """

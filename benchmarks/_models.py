@@ -306,9 +306,7 @@ def make_task(name, batch, *, batches=2, length=None, by_hand=False, shapes=Fals
     there are no numbers, only shapes.
     """
     size = SIZES[name]
-    # One compilation for the whole model instead of one per leaf.
     run = eqx.filter_eval_shape if shapes else eqx.filter_jit(lambda f, *args: f(*args))
-    begin = run if shapes else functools.partial(measure.on_host, run)
     key, *data_keys = jax.random.split(jax.random.key(0), 1 + batches)
     if size.image:
         make = functools.partial(vit_batch, size, batch)
@@ -320,7 +318,9 @@ def make_task(name, batch, *, batches=2, length=None, by_hand=False, shapes=Fals
     if size.library == "equinox":
         build = functools.partial(Vit if size.image else Gpt, size)
         is_array = lambda x: eqx.is_inexact_array(x) or hasattr(x, "shape")  # noqa: E731
-        params, static = eqx.partition(begin(build, key), is_array)
+        # Op by op: layers of one shape share compiled programs.
+        model = run(build, key) if shapes else measure.on_host(build, key)
+        params, static = eqx.partition(model, is_array)
 
         def apply(params, x):
             model = eqx.combine(params, static)
@@ -328,6 +328,7 @@ def make_task(name, batch, *, batches=2, length=None, by_hand=False, shapes=Fals
     else:
         gpt = linen_gpt if size.library == "linen" else nnx_gpt
         init, apply = gpt(size, by_hand)  # pyright: ignore[reportAssignmentType]
+        begin = run if shapes else functools.partial(measure.on_host, run)
         params = begin(init, jax.random.key(0), data[0]["tokens"][:, :-1])
 
     def loss(params, batch):

@@ -15,6 +15,7 @@ allocator's peak is that of the largest yet, which is the last. `--json FILE` wr
 measured.
 """
 
+import concurrent.futures
 import statistics
 import sys
 import time
@@ -99,15 +100,22 @@ def run_jax(model, mode, options):
     if mode == "paper" and hasattr(mpx, "amp"):
         sys.exit(f"{options.peer} has no clone of the paper's package: {mpx.__file__}")
     build = {"paper": build_as_printed, "policy": build_as_printed, "amp": build_amp}
-    found = {}
-    for batch in options.batches or BATCHES[model]:
+
+    def prepare(batch):
         task = make_task(model, batch)
         make = build.get(mode, build_plain)
         state, step = make(mpx or mode, task, optax.adamw(RATE))
         state = measure.own_small_buffers(state)
-        batches = task.batches
-        del task
-        run, _, record = measure.compile_step(step, state, batches[0])
+        run, _, record = measure.compile_step(step, state, task.batches[0])
+        return state, task.batches, run, record
+
+    # XLA compiles in parallel, and lets one program at a time try its kernels.
+    sizes = options.batches or BATCHES[model]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        prepared = list(pool.map(prepare, sizes))
+    found = {}
+    for batch in sizes:
+        state, batches, run, record = prepared.pop(0)
         for steps in (options.group, options.steps):
             state, losses, timing = measure.time_steps(
                 run, state, batches, steps=steps, group=options.group

@@ -146,6 +146,23 @@ def test_a_step_that_would_overflow_changes_nothing(case):
     assert_trees_equal(step(*before, huge, mpx.all_finite(huge)), before)
 
 
+@pytest.mark.parametrize("spoilt", ["a", "b", "c", "d"])
+def test_parameters_of_one_shape_are_checked_together_on_one_device(
+    monkeypatch, spoilt
+):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    optimizer = optax.adam(0.1)
+    params = {x: jnp.ones((2, 3)) for x in "abc"} | {"d": jnp.ones(3)}
+    step, state = make_step(optimizer), optimizer.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    traced = str(jax.make_jaxpr(step)(params, state, grads, True))
+    assert traced.count("reduce_and[axes=(1,)") == 3  # with two moments, nine arrays
+    assert np.all(np.asarray(step(params, state, grads, True)[0][spoilt]) != 1)
+    grads[spoilt] = grads[spoilt].at[..., 1].set(3e19)  # its square overflows
+    before = params, state
+    assert_trees_equal(step(*before, grads, True), before)
+
+
 def test_numbers_that_were_not_finite_before_forbid_no_step():
     params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
     optimizer = optax.sgd(0.5)

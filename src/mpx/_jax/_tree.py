@@ -201,20 +201,24 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
         >>> all_finite({"w": jnp.array([1.0, jnp.inf]), "step": 3})
         Array(False, dtype=bool)
     """
+    flags = [is_finite(x) for x in filter(_has_numbers, jax.tree.leaves(tree))]
+    finite = all_true(flags)
+    return finite if axis_name is None else all_devices(finite, axis_name)
+
+
+def all_true(flags: Sequence[PyTree]) -> Bool[Array, ""]:
+    """Returns whether all elements of boolean arrays are true."""
     # On one device, rows are checked first, and those of one type together: to get a single
     # flag, XLA starts two kernels for each array. On several devices only flags are sent.
     is_alone = jax.device_count() == 1
     groups: dict[Any, list[Array]] = {}
-    for index, x in enumerate(filter(_has_numbers, jax.tree.leaves(tree))):
-        axis = -1 if is_alone and np.ndim(x) > 1 else None
-        flags = jnp.all(_isfinite(x), axis=axis)
-        groups.setdefault(jax.typeof(flags) if flags.ndim else index, []).append(flags)
+    for index, x in enumerate(flags):
+        rows = jnp.all(x, axis=-1 if is_alone and np.ndim(x) > 1 else None)
+        groups.setdefault(jax.typeof(rows) if rows.ndim else index, []).append(rows)
     checks = [jnp.all(functools.reduce(jnp.logical_and, x)) for x in groups.values()]
     # The first that is false. XLA for CPUs would compute a product of all flags again for
     # each array that is selected by it, and compile for minutes; this it computes once.
-    first = jnp.argmin(jnp.stack([*checks, jnp.array(False)]))
-    finite = first == len(checks)
-    return finite if axis_name is None else all_devices(finite, axis_name)
+    return jnp.argmin(jnp.stack([*checks, jnp.array(False)])) == len(checks)
 
 
 def all_devices(flag: Bool[Array, ""], axis_name: AxisName) -> Bool[Array, ""]:
@@ -230,7 +234,8 @@ def _has_numbers(leaf: object) -> bool:
     return is_inexact or isinstance(leaf, float | complex)
 
 
-def _isfinite(leaf: PyTree) -> PyTree:
+def is_finite(leaf: PyTree) -> PyTree:
+    """Returns which numbers of a leaf are finite."""
     if getattr(leaf, "dtype", None) is not None and leaf.dtype.itemsize == 1:
         leaf = leaf.astype(np.float32)  # not every 8-bit format has `isfinite`
     # NumPy answers for what is not in JAX: a finite f64 may be infinite in f32.

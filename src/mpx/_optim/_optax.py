@@ -90,7 +90,8 @@ def skip_nonfinite(
         updates, inner = optimizer.update(
             updates, state.inner_state, params, **extra_args
         )
-        finite &= all_finite(updates) & stays_finite(state.inner_state, inner)
+        finite &= all_finite(updates)
+        finite &= stays_finite(state.inner_state, inner, updates)
         finite = together(finite, state.skipped, axis_name)
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipNonfiniteState(

@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
 
 import equinox as eqx
 import jax
@@ -25,12 +25,13 @@ from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     AxisName,
     all_devices,
-    all_finite,
+    all_true,
     as_flag,
     check_same_structure,
     check_shape,
     dtype_of,
     is_array,
+    is_finite,
     is_floating,
     is_inexact,
     is_none,
@@ -254,23 +255,37 @@ def _skip(
         return step(*before)
     flag, after = together(flag, flag, axis_name), step(*before)
     before = _with_array_counters(before, after)
-    flag &= together(stays_finite(before, after), flag, axis_name)
+    flag &= together(stays_finite(before, after, before[0]), flag, axis_name)
     # It checks structure and shapes and gives back the dtypes of `before`.
     return select_tree(flag, after, before)
 
 
-def stays_finite(before: PyTree, after: PyTree) -> Bool[Array, ""]:
-    """Returns whether every number that was finite still is, in its old dtype."""
-    check_same_structure(after, before, "An update")
+def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]:
+    """Returns whether every number that was finite still is, in its old dtype.
 
-    def of_finite(old: PyTree, new: PyTree) -> PyTree:
+    On one device a parameter of `like` and the state's arrays of its shape are checked
+    together, where XLA computes them together.
+    """
+    check_same_structure(after, before, "An update")
+    groups: dict[Any, list[Array]] = {}
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         # `select_tree` refuses other shapes.
         if new is old or not is_inexact(old) or shape_of(old) != shape_of(new):
-            return None
+            continue
         new = jnp.asarray(new).astype(jnp.result_type(old))
-        return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
-
-    return all_finite(jax.tree.map(of_finite, before, after))
+        flags = is_finite(new) | ~is_finite(old)
+        groups.setdefault(jax.typeof(flags), []).append(flags)
+    is_alone, shapes = (
+        jax.device_count() == 1,
+        [shape_of(x) for x in jax.tree.leaves(like)],
+    )
+    joined = []
+    for group in groups.values():
+        # So many parameters have this shape; their arrays come in the order of `like`.
+        each = is_alone and shapes.count(group[0].shape)
+        parts = [group[i::each] for i in range(each)] if each else [[x] for x in group]
+        joined += [functools.reduce(jnp.logical_and, part) for part in parts if part]
+    return all_true(joined)
 
 
 def together(
