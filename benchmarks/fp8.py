@@ -138,7 +138,7 @@ def build(section, mode, tiny=False):
 def measure_step(step, state, inputs, options) -> Any:
     """Compiles a step, says what its matmuls became, and times it."""
     state = measure.own_small_buffers(state)
-    _, program, record = measure.compile_step(step, state, inputs)
+    program, record = measure.compile_step(step, state, inputs)
     found = mpx.inspect.fp8_check(program)
     run = functools.partial(measure.time_steps, program, inputs=[inputs])
     state, _, _ = run(state, steps=options.warmup, group=options.warmup)

@@ -257,7 +257,7 @@ def run_mode(name, model, options):
     built = build()
     both = built.carry, built.grads
     kept, read_only = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in both)
-    step, _, record = measure.compile_step(
+    step, record = measure.compile_step(
         lambda carry, grads: (built.step(carry, grads), None), built.carry, built.grads
     )
     carry, timing = built.carry, {}

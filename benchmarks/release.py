@@ -60,10 +60,10 @@ def run(step, options, optimizer):
     shape = (options.tokens,)
     words = jax.random.randint(jax.random.key(1), shape, 0, options.words, jnp.int32)
     batch = [(words, jnp.roll(words, 1))]
-    jitted, _, record = measure.compile_step(step, state, batch[0])
+    program, record = measure.compile_step(step, state, batch[0])
     losses, timing, time_steps = [], {}, measure.time_steps
     for steps in (2, options.steps):
-        state, values, timing = time_steps(jitted, state, batch, steps=steps, group=1)
+        state, values, timing = time_steps(program, state, batch, steps=steps, group=1)
         losses += map(float, values)
     return timing | {"bytes": record["temp_bytes"] / count, "losses": losses}
 

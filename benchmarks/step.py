@@ -176,7 +176,7 @@ def run_mode(mode, options):
     batches = cast(task.batches, "bfloat16") if is_flash else task.batches
     state = measure.own_small_buffers(state)
     del task
-    run, _, record = measure.compile_step(step, state, batches[0])
+    run, record = measure.compile_step(step, state, batches[0])
     losses, finite, timing = [], [], {}
     for steps in (options.warmup, options.steps):
         state, outputs, timing = measure.time_steps(

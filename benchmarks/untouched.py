@@ -334,7 +334,7 @@ def run_mode(case, options):
     state = measure.own_small_buffers(begin(0))
     source = task.batches(0)
     batches = [jax.device_put(next(source)) for _ in range(2)]
-    run, _, record = measure.compile_step(step, state, batches[0])
+    run, record = measure.compile_step(step, state, batches[0])
     for steps in (options.group, options.steps):
         state, _, timing = measure.time_steps(
             run, state, batches, steps=steps, group=options.group
