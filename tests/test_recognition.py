@@ -301,7 +301,7 @@ def test_unknown_choice_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("capability", "reason"), [((8, 0), "capability 8.0"), ((9, 0), "fewer than 16384")]
+    ("capability", "reason"), [((8, 0), "capability 8.0"), ((9, 0), "keys are few")]
 )
 def test_attention_is_kept_where_the_kernel_does_not_pay(
     capability, reason, monkeypatch
@@ -312,6 +312,21 @@ def test_attention_is_kept_where_the_kernel_does_not_pay(
     (row,) = [x for x in report.kept if x.primitive == "attention"]
     assert reason in row.reason
     assert kernels(bf16(EINSUM), *ARRAYS) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "pays"),
+    [
+        (31, 32, False),
+        (32, 32, True),
+        (65, 65, True),
+        (1, 4096, False),
+        (1, 16384, True),
+    ],
+)
+def test_kernel_pays_from_32_queries_and_keys_on(monkeypatch, queries, keys, pays):
+    monkeypatch.setattr(_attention, "LEAST", {9: 128 * 128})
+    assert (_attention.reason_not_paying((9, 0), queries, keys) is None) == pays
 
 
 def test_failure_of_the_search_is_told_and_changes_nothing(monkeypatch):

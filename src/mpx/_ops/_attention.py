@@ -273,7 +273,13 @@ def _reason_by_jax(
 
 
 LEAST = {9: 128 * 128, 10: 128 * 128}
-"""The least number of scores per head, by the first number of the compute capability."""
+"""The least number of scores per head, by the first number of the compute capability.
+
+Fewer pay if there are 32 queries and keys. Measured on an H200, two layers of 4 heads on
+33,000 tokens, with and without cuDNN: 3.1 and 3.4 ms with 37 tokens in a sequence, 3.4 and
+3.0 ms with 17.
+"""
+_SIDE = 32
 
 
 def reason_not_paying(
@@ -286,8 +292,8 @@ def reason_not_paying(
     if least is None:
         version = ".".join(map(str, capability))
         return f"not faster in cuDNN on a GPU of compute capability {version}"
-    if rows * keys < least:
-        return f"not faster in cuDNN: {rows} × {keys} scores are fewer than {least}"
+    if rows * keys < least and min(rows, keys) < _SIDE:
+        return f"not faster in cuDNN: {rows} queries and {keys} keys are few"
     return None
 
 
