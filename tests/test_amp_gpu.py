@@ -102,3 +102,43 @@ def test_residuals_in_8_bits_wait_for_nothing_on_several_gpus():
     sent = r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
     assert sorted(re.findall(sent, coded)) == sorted(re.findall(sent, plain))
     assert "mpx_after" not in coded
+
+
+def vit_loss(params, patches):
+    def encode(patches):
+        x = (
+            jax.vmap(lambda patch: params["embed"] @ patch)(patches)
+            + params["position"]
+        )
+        for w in params["blocks"]:
+            norm = x - jnp.mean(x, -1, keepdims=True)
+            norm = norm * jax.lax.rsqrt(jnp.mean(norm**2, -1, keepdims=True) + 1e-5)
+            x = x + jax.nn.gelu(norm @ w["up"]) @ w["down"]
+        return jnp.mean(x**2)
+
+    return jnp.mean(jax.vmap(encode)(patches))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_gradient_of_positions_transposes_no_activation(count):
+    images, length, patch, width = 128, 65, 48, 256
+    mesh = Mesh(h200.devices()[:count], "x")
+    shape = lambda *sizes, spec=None: jax.ShapeDtypeStruct(  # noqa: E731
+        sizes, jnp.float32, sharding=NamedSharding(mesh, spec or P())
+    )
+    block = {"up": shape(width, 4 * width), "down": shape(4 * width, width)}
+    params = {
+        "embed": shape(width, patch),
+        "position": shape(length, width),
+        "blocks": [block] * 2,
+    }
+    patches = shape(count * images, length, patch, spec=P("x"))
+    with h200.described(), jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(mpx.amp(vit_loss))).lower(params, patches)
+        text = lowered.compile(h200.compiler_options()).as_text() or ""
+    assert f"bf16[{images},{length},{width}]{{2,1,0}}" in text
+    sizes = {images, length, width}
+    orders = {tuple(map(int, x)) for x in re.findall(r"\[(\d+),(\d+),(\d+)\]", text)}
+    assert {x for x in orders if {*x} == sizes} == {(images, length, width)}
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == int(count > 1)
+    assert "all-gather" not in text

@@ -62,6 +62,7 @@ from mpx._jax._compat import (
     scan_sizes,
     source_frames,
 )
+from mpx._jax._devices import cuda_capability, in_order
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
@@ -256,14 +257,18 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
         # A user's rule may be for a primitive that holds a function: it is not kept.
         is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
         make = _rounded_once if is_known else _rounded_once.__wrapped__
-        run = make(eqn.primitive, tuple(eqn.params.items()), dtype)
+        on_gpu = cuda_capability() is not None
+        run = make(eqn.primitive, tuple(eqn.params.items()), dtype, on_gpu)
         return list(run(*arrays_of(values)))
     return _summed_in_f32(amp, op, values)
 
 
 @functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types
 def _rounded_once(
-    primitive: Any, params: tuple[tuple[str, Any], ...], dtype: np.dtype
+    primitive: Any,
+    params: tuple[tuple[str, Any], ...],
+    dtype: np.dtype,
+    on_gpu: bool,
 ) -> Callable[..., Values]:
     """Returns an operation that computes in f32 and rounds once.
 
@@ -276,12 +281,35 @@ def _rounded_once(
         wide = [cast(x, F32) if is_low(x) else x for x in wide]
         outs = primitive.bind(*wide, **dict(params))
         outs = outs if primitive.multiple_results else [outs]
+        if on_gpu and any(_is_spread(x, outs[0].shape) for x in values):
+            outs = [_in_order_back(x) for x in outs]
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
 
     if primitive.name not in LINEAR:
         # A product keeps its operands for the backward pass: those of 16 bits.
         compute = jax.checkpoint(compute, prevent_cse=False)
     return jax.jit(compute, inline=INLINE)
+
+
+def _is_spread(x: PyTree, shape: tuple[int, ...]) -> bool:
+    """Returns whether an operand is a parameter of several axes that is broadcast.
+
+    Its gradient is a sum. XLA would store what is summed with the summed axis last, and then
+    all that depends on it: for the positions of a ViT, it transposed the input of each norm.
+    """
+    has_axes = sum([size != 1 for size in x.shape]) > 1
+    return x.dtype == F32 and has_axes and x.shape != shape
+
+
+@jax.custom_jvp
+def _in_order_back(x: PyTree) -> PyTree:
+    """Returns an array whose cotangent is stored in row-major order."""
+    return x
+
+
+@_in_order_back.defjvp
+def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
+    return primals[0], in_order(tangents[0])
 
 
 def _is_bias(source: Source) -> bool:

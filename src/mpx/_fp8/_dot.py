@@ -30,11 +30,11 @@ from mpx._fp8._operands import (
     as_bytes,
     as_codes,
     differentiable_once,
-    in_order,
     largest_magnitude,
     summed_last,
     to_fp8,
 )
+from mpx._jax._devices import in_order
 from mpx._jax._sharding import axes_of, spec_of
 
 Operands = list[tuple[Operand, Operand]]

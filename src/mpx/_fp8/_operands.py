@@ -181,14 +181,6 @@ def _summed_last_on_gpu(x: Operand) -> Operand:
     return Operand(codes, scale, last, tuple(order.index(i) for i in x.batch))
 
 
-def in_order(x: Array) -> Array:
-    """Returns an array that a GPU stores in row-major order."""
-    layouts = private("layouts")
-    if layouts is None or not isinstance(gpu_capability(), tuple):
-        return x
-    return layouts.with_layout_constraint(x, layouts.Layout(tuple(range(x.ndim))))
-
-
 def _come_first(axes: Axes) -> bool:
     return sorted(axes) == list(range(len(axes)))
 

@@ -3,6 +3,7 @@
 import jax
 
 from mpx._jax._compat import assumed_gpu
+from mpx._jax._private import private
 
 H200 = {"f32": 337e12, "bf16": 667e12, "f16": 667e12, "fp8": 1220e12, "memory": 4.02e12}
 """Operations per second of large matmuls and bytes per second of large element-wise kernels.
@@ -53,3 +54,11 @@ def gpu_capability() -> tuple[int, int] | str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = "" if device is None else device.device_kind
     return next((_CAPABILITIES[x] for x in kind.split() if x in _CAPABILITIES), None)
+
+
+def in_order(x: jax.Array) -> jax.Array:
+    """Returns an array that a GPU stores in row-major order."""
+    layouts = private("layouts")
+    if layouts is None or not isinstance(gpu_capability(), tuple):
+        return x
+    return layouts.with_layout_constraint(x, layouts.Layout(tuple(range(x.ndim))))
