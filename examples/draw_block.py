@@ -31,7 +31,7 @@ LABELS = {
     "down": "matmul: down",
     "add2": "add",
 }
-COLOURS = {"f32": "#3b6fb6", "bf16": "#d9822b"}
+COLOURS = {"f32": "#3b6fb6", "bf16": "#b35900"}
 NAMES = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -110,7 +110,7 @@ def draw(boxes, arrows):
     parts = []
     for (source, target), dtype in arrows.items():
         first, last, colour = top[source] + 30, top[target] - 2, COLOURS[dtype]
-        path, x, y = f"M330 {first} V{last}", 336, (first + last) / 2 + 4
+        path, x, y = f"M330 {first} V{last}", 342, (first + last) / 2 + 4
         if last - first > 30:  # around what lies between
             side = 190 if source in ("input", "add1") else 470
             bow = 90 if side == 190 else 570
