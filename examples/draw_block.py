@@ -31,7 +31,7 @@ LABELS = {
     "down": "matmul: down",
     "add2": "add",
 }
-COLOURS = {"f32": "#3b6fb6", "bf16": "#d9822b"}
+COLOURS = {"f32": "#3b6fb6", "bf16": "#b35900"}
 NAMES = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -110,15 +110,15 @@ def draw(boxes, arrows):
     parts = []
     for (source, target), dtype in arrows.items():
         first, last, colour = top[source] + 30, top[target] - 2, COLOURS[dtype]
-        path, x, y = f"M330 {first} V{last}", 336, (first + last) / 2 + 4
+        path, x, y = f"M330 {first} V{last}", 342, (first + last) / 2 + 5
         if last - first > 30:  # around what lies between
-            side = 190 if source in ("input", "add1") else 470
-            bow = 90 if side == 190 else 570
+            side = 180 if source in ("input", "add1") else 480
+            bow = 100 if side == 180 else 560
             path = (
                 f"M{side} {first - 15} C{bow} {first} {bow} {last} {side} {last + 17}"
             )
             x, y = (
-                (side + 3 * bow) / 4 + (4 if side == 470 else -24),
+                (side + 3 * bow) / 4 + (4 if side == 480 else -30),
                 (first + last) / 2,
             )
         parts += [
@@ -128,9 +128,9 @@ def draw(boxes, arrows):
         ]
     for name, label in LABELS.items():
         parts += [
-            f'<rect x="190" y="{top[name]}" width="280" height="30" rx="6" '
+            f'<rect x="180" y="{top[name]}" width="300" height="30" rx="6" '
             f'fill="{COLOURS[boxes[name]]}"/>',
-            f'<text x="330" y="{top[name] + 20}" fill="#fff" text-anchor="middle">'
+            f'<text x="330" y="{top[name] + 21}" fill="#fff" text-anchor="middle">'
             f"{html.escape(label)} ({boxes[name]})</text>",
         ]
     markers = [
@@ -142,9 +142,9 @@ def draw(boxes, arrows):
     height = max(top.values()) + 50
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="60 0 540 {height}" '
-            'font-family="sans-serif" font-size="14">',
-            f'<rect x="60" width="540" height="{height}" fill="#fff"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="84 0 500 {height}" '
+            'font-family="sans-serif" font-size="16">',
+            f'<rect x="84" width="500" height="{height}" fill="#fff"/>',
             f"<defs>{''.join(markers)}</defs>",
             *parts,
             "</svg>\n",

@@ -3,10 +3,11 @@
     python tests/check_site.py site
 
 Of the site: internal links and anchors lead somewhere, pictures exist and have a text
-for those who do not see them, every page has one heading of the first level, and titles
-are unique. Of the Markdown files: relative links, anchors and pictures exist, and every
-code block has a language; Python is run by `tests/test_docs.py` unless it is fenced with
-`python notest`. Prints the defects; the exit status is 1 if there are any.
+for those who do not see them, every page has one heading of the first level, titles are
+unique, and no page loads anything from another server. Of the Markdown files: relative
+links, anchors and pictures exist, and every code block has a language; Python is run by
+`tests/test_docs.py` unless it is fenced with `python notest`. Prints the defects; the
+exit status is 1 if there are any.
 """
 
 import html.parser
@@ -31,6 +32,7 @@ class Page(html.parser.HTMLParser):
         self.path = path
         self.links: list[str] = []
         self.images: list[tuple[str, str]] = []
+        self.loaded: list[str] = []
         self.anchors: set[str] = set()
         self.title = ""
         self.headings: list[str] = []
@@ -40,6 +42,10 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         self.anchors.update(values[key] for key in ("id", "name") if key in values)
+        if tag in ("script", "img") and "src" in values:
+            self.loaded.append(values["src"])
+        elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
+            self.loaded.append(values.get("href", ""))
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
         elif tag == "img":
@@ -74,6 +80,9 @@ def check_site(site: pathlib.Path) -> Iterator[str]:
             yield f"{where}: {len(page.headings)} headings of the first level"
         if (first := titles.setdefault(page.title, where)) != where:
             yield f"{where}: the title {page.title!r} is that of {first}"
+        for source in page.loaded:
+            if urllib.parse.urlsplit(source).netloc:
+                yield f"{where}: loads {source} from another server"
         yield from (f"{where}: {defect}" for defect in check_images(page, site))
         yield from (f"{where}: {defect}" for defect in check_links(page, site, pages))
 

@@ -19,6 +19,14 @@ GOOD = '<title>A</title><h1 id="a">A</h1><a href="#a">x</a><img src="i.png" alt=
         ('<title>B</title><h1>B</h1><a href="../#b">x</a>', "../#b has no anchor"),
         ('<title>B</title><h1>B</h1><img src="../i.png">', "no alternative text"),
         ('<title>B</title><h1>B</h1><img src="i.png" alt="i">', "no picture i.png"),
+        (
+            '<title>B</title><h1>B</h1><link rel="stylesheet" href="https://x.org/a.css">',
+            "loads https://x.org/a.css from another server",
+        ),
+        (
+            '<title>B</title><h1>B</h1><script src="//x.org/a.js"></script>',
+            "loads //x.org/a.js from another server",
+        ),
         ("<title>B</title>", "0 headings of the first level"),
         ("<title>B</title><h1>B</h1><h1>C</h1>", "2 headings of the first level"),
         ("<title>A</title><h1>B</h1>", "the title 'A' is that of b/index.html"),
