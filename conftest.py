@@ -17,6 +17,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
 # LLVM's optimizations, not those of XLA: what is computed stays the same.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Nobody reads which lines an operation of a program comes from. Measured, three files:
+# 24.1 s of CPU time, without 23.2 s.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # NumPy's matrices are small here, and its idle threads wait by spinning.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models import placed
 from scripts import script
 
 cast = script("_models").cast
@@ -109,7 +110,7 @@ BF16 = functools.partial(in_low, dtype=jnp.bfloat16)
 def normal(seed, *shape, scale=1.0):
     """Returns normal random numbers."""
     numbers = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(scale * numbers, jnp.float32)
+    return placed(np.asarray(scale * numbers, np.float32))
 
 
 def weight(seed, *shape, scale=1.0):
