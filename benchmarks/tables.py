@@ -51,7 +51,8 @@ def load(name):
 
 
 def table(head, rows):
-    lines = [head, ["---"] * len(head), *rows]
+    """Returns a table of Markdown; numbers stand at the right of their columns."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
@@ -193,6 +194,28 @@ def steps():
     ]
     head = ["ViT-Base/16 at 224², Equinox, batch 128", "ms", "× by hand", "peak GB"]
     return f"{table(head, rows)}\n\n{command}"
+
+
+def paper():
+    """The small ViT of the paper over batch sizes."""
+    cases, command = load("paper-vit-desktop")
+    again, second = load("paper-vit-desktop-amp")
+    labels = {
+        "f32": MODES["f32"],
+        "hand": "cast to f16 by hand, no check",
+        "paper": "the authors' package",
+        "policy": "the same lines with `mpx`",
+        "amp": "`mpx.amp`, `mpx.value_and_grad`",
+        "torch": "PyTorch: autocast, `GradScaler`, `torch.compile`",
+    }
+    batches, rows = ("512", "2048"), []
+    for mode, label in labels.items():
+        found = [(cases | again)[f"vit-desktop:{mode}"][batch] for batch in batches]
+        rows.append([label, *map(ms, found), *map(giga, found)])
+    columns = [f"{unit}, {batch} images" for unit in ("ms", "GB") for batch in batches]
+    return (
+        f"{table(['the small ViT of the paper', *columns], rows)}\n\n{command} {second}"
+    )
 
 
 def fp8():
@@ -346,8 +369,10 @@ def optimizers():
 
 PAGES = {
     "README.md": {"nanodo": readme},
+    "docs/index.md": {"nanodo": readme},
     "docs/performance.md": {
         "steps": steps,
+        "paper": paper,
         "untouched": untouched,
         "largest": largest,
         "profile": profile,
