@@ -30,7 +30,7 @@ from _measure import giga, number, ratio
 from _models import SIZES, cast, make_task
 
 MODES = ("f32", "hand", "paper", "policy", "amp", "torch-f32", "torch")
-BATCHES = {"vit-desktop": (128, 512, 2048), "vit-base": (32, 128, 256)}
+BATCHES = {"vit-desktop": (512, 1024, 2048), "vit-base": (32, 128, 256)}
 SCALE = 2.0**10
 RATE = 1e-4
 

@@ -559,3 +559,15 @@ def test_process_without_the_cpu_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", devices)
     with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda,cpu"):
         mpx.inspect.explain(lambda x: jnp.sum(x * x), jnp.ones(3))
+
+
+@pytest.mark.parametrize("wrap", [mpx.amp, jax.checkpoint])
+def test_operation_that_is_computed_again_is_told_once(wrap):
+    def loss(w, x):
+        return jnp.mean(jax.nn.gelu(jnp.log(x @ w - 3.0)) ** 2)
+
+    w, x = jnp.array([[4.0, 1.0], [3.0, 1.0]]), jnp.ones((3, 2))
+    found = mpx.inspect.explain(wrap(loss), w, x)
+    assert found.fault.place.primitive == "log"
+    assert not found.fault.place.backward
+    assert found.others == ()

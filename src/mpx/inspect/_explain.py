@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -342,6 +342,16 @@ class Explanation(Result):
         return "\n".join([*lines, *self.notes])
 
 
+def _told_once(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Leaves out what the backward pass computes again, if it was told before."""
+    told = set()
+    for found in findings:
+        key = found.kind, found.place.primitive, found.place.source, found.operands
+        if key not in told or "rematted_computation" not in found.place.scope:
+            yield found
+        told.add(key)
+
+
 def _and_more(names: Sequence[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
@@ -414,7 +424,8 @@ def explain(
     with jax.default_device(_cpu()), np.errstate(all="ignore"):
         blame = Blame(whole, exact, labels, compiled)
         reader, judgement = _Reader(blame, func, scaling), blame.judgement
-        fault, *others = [reader.finding(x) for x in blame.verdicts] or [None]
+        found = _told_once(reader.finding(x) for x in blame.verdicts)
+        fault, *others = [*found] or [None]
         errors = dict(zip(blame.names, blame.errors.tolist(), strict=True))
         formats = {x.format.name for x in blame.nodes if x.format is not None}
         return Explanation(
