@@ -5,6 +5,8 @@ operation that uses a number of a parameter many times; its gradient is compared
 of the function in f64.
 """
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -32,10 +34,13 @@ def low(p, x):
     return x @ p["w"]
 
 
-def pooled(p, x):
+def pooled(p, x, stride=1, dilation=1):
     grid = (low(p, x) * p["s"]).reshape(1, -1, D, 1)
-    window, stride = (1, 4, 1, 1), (1, 1, 1, 1)
-    return jnp.sum(lax.reduce_window(grid, -jnp.inf, lax.max, window, stride, "VALID"))
+    window, *steps = ((1, size, 1, 1) for size in (4, stride, dilation))
+    options = {"window_strides": steps[0], "window_dilation": steps[1]}
+    return jnp.sum(
+        lax.reduce_window(grid, -jnp.inf, lax.max, window, padding="VALID", **options)
+    )
 
 
 def looped(p, x):
@@ -71,6 +76,7 @@ CASES = {
         low(p, x[:1]) * p["s"] * jnp.abs(low(p, x)) * OFFSET
     ),
     "max pool": pooled,
+    "max pool, side by side": functools.partial(pooled, stride=4),
     "scan": looped,
     "cumulative maximum": lambda p, x: jnp.sum(
         lax.cummax(low(p, x) * p["s"], axis=0) * OFFSET
@@ -122,6 +128,17 @@ def test_gradient_of_a_parameter_that_many_terms_reach(name, dtype, optimized_pr
     func, params = CASES[name], mpx.cast_tree(PARAMS, dtype)
     grads = jax.jit(jax.grad(amp(func)))(params, X)
     assert_close(grads, as_f64(func)(mpx.cast_tree(params, "f32"), X), params)
+
+
+@pytest.mark.parametrize(
+    ("stride", "dilation", "dtype"),
+    [(4, 1, "bfloat16"), (9, 2, "bfloat16"), (3, 1, "float32"), (4, 4, "float32")],
+)
+def test_windows_that_share_no_number_are_pooled_in_16_bits(stride, dilation, dtype):
+    func = functools.partial(pooled, stride=stride, dilation=dilation)
+    traced = jax.make_jaxpr(amp(func))(PARAMS, X)
+    (found,) = [x for x in equations(traced) if x.primitive.name == "reduce_window_max"]
+    assert found.invars[0].aval.dtype == dtype
 
 
 @pytest.mark.standard_promotion

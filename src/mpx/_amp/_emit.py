@@ -209,10 +209,20 @@ def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
             return cast(jnp.broadcast_to(amp.widen(x), shape), x.dtype)
 
         values = [whole(*x) for x in zip(values, op.facts, strict=True)]
-    elif name in SUMMED or (name == "pad" and op.facts[1].literal is None):
+    elif _has_sum(eqn) or (name == "pad" and op.facts[1].literal is None):
         wide = [amp.widen(x) if is_low(x) else x for x in values]
         return [cast(x, low) if x.dtype == F32 else x for x in bind(eqn, wide)]
     return bind(eqn, arrays_of(values))
+
+
+def _has_sum(eqn: Equation) -> bool:
+    """Returns whether a number is used several times; not in windows that lie side by side."""
+    if eqn.primitive.name not in SUMMED:
+        return False
+    names = ("window_dimensions", "window_dilation", "window_strides")
+    axes = zip(*(eqn.params.get(x, ()) for x in names), strict=True)
+    overlaps = [(size - 1) * dilation >= stride for size, dilation, stride in axes]
+    return any(overlaps) or not overlaps
 
 
 def _original(amp: Settings, op: Op, rule: Any = None) -> Values:
