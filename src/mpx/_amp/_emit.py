@@ -267,8 +267,10 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
         # A user's rule may be for a primitive that holds a function: it is not kept.
         is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
         make = _rounded_once if is_known else _rounded_once.__wrapped__
-        on_gpu = cuda_capability() is not None
-        run = make(eqn.primitive, tuple(eqn.params.items()), dtype, on_gpu)
+        may_spread = (
+            eqn.primitive.name in BROADCASTING and cuda_capability() is not None
+        )
+        run = make(eqn.primitive, tuple(eqn.params.items()), dtype, may_spread)
         return list(run(*arrays_of(values)))
     return _summed_in_f32(amp, op, values)
 
@@ -278,7 +280,7 @@ def _rounded_once(
     primitive: Any,
     params: tuple[tuple[str, Any], ...],
     dtype: np.dtype,
-    on_gpu: bool,
+    may_spread: bool,
 ) -> Callable[..., Values]:
     """Returns an operation that computes in f32 and rounds once.
 
@@ -291,7 +293,7 @@ def _rounded_once(
         wide = [cast(x, F32) if is_low(x) else x for x in wide]
         outs = primitive.bind(*wide, **dict(params))
         outs = outs if primitive.multiple_results else [outs]
-        if on_gpu and any(_is_spread(x, outs[0].shape) for x in values):
+        if may_spread and any(_is_spread(x, outs[0].shape) for x in values):
             outs = [_in_order_back(x) for x in outs]
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
 

@@ -275,14 +275,11 @@ def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]
         new = jnp.asarray(new).astype(jnp.result_type(old))
         flags = is_finite(new) | ~is_finite(old)
         groups.setdefault(jax.typeof(flags), []).append(flags)
-    is_alone, shapes = (
-        jax.device_count() == 1,
-        [shape_of(x) for x in jax.tree.leaves(like)],
-    )
+    shapes = [shape_of(x) for x in jax.tree.leaves(like)]
     joined = []
     for group in groups.values():
         # So many parameters have this shape; their arrays come in the order of `like`.
-        each = is_alone and shapes.count(group[0].shape)
+        each = shapes.count(group[0].shape) if jax.device_count() == 1 else 0
         parts = [group[i::each] for i in range(each)] if each else [[x] for x in group]
         joined += [functools.reduce(jnp.logical_and, part) for part in parts if part]
     return all_true(joined)
