@@ -163,8 +163,10 @@ def test_parameters_of_one_shape_are_checked_together_on_one_device(
     assert_trees_equal(step(*before, grads, True), before)
 
 
-def test_numbers_that_were_not_finite_before_forbid_no_step():
-    params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
+@pytest.mark.parametrize("mask", [jnp.array([0.0, -jnp.inf]), np.array([0.0, -1e300])])
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_numbers_that_were_not_finite_before_forbid_no_step(mask):
+    params = {"w": jnp.ones(2), "mask": mask}
     optimizer = optax.sgd(0.5)
     step = make_step(optimizer)
     after, _ = step(

@@ -216,7 +216,7 @@ def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
 
 
 def _has_sum(eqn: Equation) -> bool:
-    """Returns whether a number is used several times; not in windows that lie side by side."""
+    """Returns whether a number may be used twice; in windows side by side none is."""
     if eqn.primitive.name not in SUMMED:
         return False
     names = ("window_dimensions", "window_dilation", "window_strides")

@@ -401,6 +401,8 @@ def lowered_primitives() -> set[str]:
 
 # The primitive of cuDNN's forward pass inside `jax.nn.dot_product_attention`.
 CUDNN_KERNEL = "dot_product_attention_fwd_wrapper"
+# The scope of what `jax.checkpoint` computes again in the backward pass.
+REMAT_SCOPE = "rematted_computation"
 
 
 # --- Shardings ------------------------------------------------------------------------

@@ -272,7 +272,8 @@ def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]
         # `select_tree` refuses other shapes.
         if new is old or not is_inexact(old) or shape_of(old) != shape_of(new):
             continue
-        new = jnp.asarray(new).astype(jnp.result_type(old))
+        # Of a NumPy array of f64 JAX has what f32 holds.
+        old, new = jnp.asarray(old), jnp.asarray(new).astype(jnp.result_type(old))
         flags = is_finite(new) | ~is_finite(old)
         groups.setdefault(jax.typeof(flags), []).append(flags)
     shapes = [shape_of(x) for x in jax.tree.leaves(like)]

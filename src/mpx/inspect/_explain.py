@@ -12,6 +12,7 @@ import numpy as np
 
 from mpx._casting._context import is_amp, is_fp8
 from mpx._fp8 import Fp8State
+from mpx._jax._compat import REMAT_SCOPE
 from mpx._jax._formats import FORMATS
 from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
@@ -347,7 +348,7 @@ def _told_once(findings: Iterable[Finding]) -> Iterator[Finding]:
     told = set()
     for found in findings:
         key = found.kind, found.place.primitive, found.place.source, found.operands
-        if key not in told or "rematted_computation" not in found.place.scope:
+        if key not in told or REMAT_SCOPE not in found.place.scope:
             yield found
         told.add(key)
 
