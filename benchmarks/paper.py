@@ -1,6 +1,6 @@
 """The evaluation of the MPX paper: time and memory of a ViT's step over batch sizes.
 
-    python benchmarks/paper.py --peer FOLDER        # two models, six ways; 5 minutes
+    python benchmarks/paper.py --peer FOLDER        # two models, seven ways; 12 minutes
     python benchmarks/paper.py --models tiny --batches 2,4 --modes f32,policy,amp   # a CPU
 
 The models have the sizes of the paper: "vit-desktop" (256 features, 800 hidden, 32 × 32
@@ -10,9 +10,9 @@ dynamic loss scaling, except f32. `paper` is the authors' package, in a clone in
 `hand` casts by hand, with a static scale and no check; `torch` is PyTorch with autocast,
 `GradScaler`, fused attention and `torch.compile`, `torch-f32` without autocast.
 
-One process per mode and model takes the batch sizes in turn, from small to large: so the
-allocator's peak is that of the largest yet, which is the last. `--json FILE` writes what was
-measured.
+One process per mode and model compiles the steps of all batch sizes and then takes them in
+turn, from small to large: the allocator's peak is right for the last one, for the others
+`compiled_bytes` is. `--json FILE` writes what was measured.
 """
 
 import concurrent.futures
