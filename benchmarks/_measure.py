@@ -3,13 +3,16 @@
 A script that compares programs is itself two programs. The parent never starts a JAX
 backend: it runs itself once per case with `--child CASE`, so that each case has the
 device, the allocator's peak and the compiler to itself. A child prints one JSON record as
-its last line.
+its last line. While one has the device, the next one imports and traces.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
+import fcntl
 import json
+import os
 import pathlib
 import platform
 import re
@@ -17,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import jax
@@ -78,9 +82,16 @@ def run_child(case, *more, timeout=300):
     """Runs this program for one case; returns its record, or one with its `error`."""
     start = time.perf_counter()
     command = [sys.executable, *sys.argv, "--child", case, *more]
+    # One that waits for the device must not hold its memory.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=env,
         )
     except subprocess.TimeoutExpired:
         return {"error": f"took longer than {timeout:.0f} s"}
@@ -96,20 +107,28 @@ def run_cases(cases, options, *, shared_cache=True):
 
     Passes after the first start only within `options.budget`. The cases share the
     autotuner's choices through JAX's compilation cache, unless `shared_cache` is False:
-    then the time of compilation can be compared.
+    then the time of compilation can be compared, and nothing runs beside.
     """
-    runs, start = {}, time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
+    runs, start = {case: [] for case in cases}, time.perf_counter()
+
+    def run(case):
+        done, spent = runs[case], time.perf_counter() - start
+        # A repetition finds its program in the cache and so takes no longer.
+        late = done and spent + done[0].get("wall_s", 0) > options.budget
+        if late or any("error" in record for record in done):
+            return None
+        return run_child(case, *more, timeout=options.timeout)
+
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        concurrent.futures.ThreadPoolExecutor(2 if shared_cache else 1) as pool,
+    ):
         more = ["--child-cache", cache] if shared_cache else []
         for _ in range(getattr(options, "repeat", 1)):
-            for case in cases:
-                done, spent = runs.setdefault(case, []), time.perf_counter() - start
-                # A repetition finds its program in the cache and so takes no longer.
-                late = done and spent + done[0].get("wall_s", 0) > options.budget
-                if late or any("error" in record for record in done):
+            for case, record in zip(cases, pool.map(run, cases), strict=True):
+                if record is None:
                     continue
-                record = run_child(case, *more, timeout=options.timeout)
-                done.append(record | {"case": case})
+                runs[case].append(record | {"case": case})
                 spent = time.perf_counter() - start
                 told = record.get("error") or number(record.get("ms"), 3, " ms")
                 print(f"{case:24} after {spent:4.0f} s: {told}", flush=True)
@@ -242,6 +261,23 @@ def spread(record):
 # --- in the child -----------------------------------------------------------------------
 
 
+class Turn:
+    """The right to use the device, which one child at a time has."""
+
+    def __init__(self):
+        self.folder, self.file, self.guard = None, None, threading.Lock()
+
+    def take(self):
+        """Waits for the device; this process then has it until it ends."""
+        with self.guard:
+            if self.folder and not self.file:
+                self.file = (pathlib.Path(self.folder) / "turn").open("w")
+                fcntl.flock(self.file, fcntl.LOCK_EX)
+
+
+TURN = Turn()
+
+
 def start_child(cache=None):
     """Turns JAX's compilation cache on (never on a CPU, which does not autotune).
 
@@ -249,6 +285,7 @@ def start_child(cache=None):
     measures the step rather than the autotuner's luck. Random numbers are the device's:
     to compile the start of a ViT took 39 s with JAX's own.
     """
+    TURN.folder = cache
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     if cache is None or jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
@@ -296,6 +333,7 @@ def own_small_buffers(tree):
 def compile_step(step, state, inputs):
     """Returns the program of a step, with the state donated, and what that cost.
 
+    State and inputs may be shapes. From the compilation on, the device is this process's.
     A jitted function is dispatched no faster, and compiles once more: 15 s for a ViT.
     """
     hits = []
@@ -308,6 +346,8 @@ def compile_step(step, state, inputs):
     traced = jax.jit(step, donate_argnums=0).trace(state, inputs)
     lowered = traced.lower()
     middle = time.perf_counter()
+    TURN.take()
+    turn = time.perf_counter()
     jax.monitoring.register_event_listener(listen)
     program = lowered.compile()
     end = time.perf_counter()
@@ -316,10 +356,10 @@ def compile_step(step, state, inputs):
         "begin_s": start - BEGAN,  # to import, and to make parameters and data
         "trace_s": middle - start,
         # A program that came out of the cache says nothing about compilation.
-        "compile_s": None if hits else end - middle,
+        "compile_s": None if hits else end - turn,
         "dots": dict(count_dots(traced.jaxpr)),
         "fused": str(traced.jaxpr).count("cudnn_attention["),
-        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        "state_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
     }
     return program, record | planned_memory(program)
 

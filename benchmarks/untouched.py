@@ -19,6 +19,7 @@ FILE` writes what was measured.
 import collections
 import functools
 import importlib
+import itertools
 import pathlib
 import re
 import statistics
@@ -84,13 +85,18 @@ def text_batches(sequences, length, seed):
 
 def image_batches(count, size, channels, classes, seed):
     """Yields images with labels: noise around a pattern for each class."""
-    rng = np.random.default_rng(seed)
     patterns = np.random.default_rng(0).normal(size=(classes, 8, 8, channels))
-    while True:
-        labels = rng.integers(classes, size=count)
-        large = patterns[labels].repeat(size // 8, axis=1).repeat(size // 8, axis=2)
-        images = large + rng.normal(size=large.shape)
-        yield images.astype(np.float32), labels.astype(np.int32)
+
+    @jax.jit
+    def draw(key):
+        label, noise = jax.random.split(key)
+        labels = jax.random.randint(label, (count,), 0, classes)
+        large = jnp.asarray(patterns, jnp.float32)[labels]
+        large = large.repeat(size // 8, axis=1).repeat(size // 8, axis=2)
+        return large + jax.random.normal(noise, large.shape), labels
+
+    for index in itertools.count():
+        yield draw(jax.random.fold_in(jax.random.key(seed), index))
 
 
 def next_token_loss(logits, tokens):
@@ -325,28 +331,33 @@ def run_mode(case, options):
     """Times one mode of one model, and trains it from several seeds."""
     measure.start_child(options.child_cache)
     if case == "rate":
+        measure.TURN.take()
         return matmul_rate()
     name, _, mode = case.partition(":")
     task = MODELS[name]()
     start, step = make_step(mode, task)
     # Not in one program: to compile that takes longer than the step.
     begin = lambda seed: start(task.init(jax.random.key(seed)))  # noqa: E731
+    params, state, batch = jax.eval_shape(
+        lambda: (task.init(jax.random.key(0)), begin(0), next(task.batches(0)))
+    )
+    flops = count_flops(task, params, batch)
+    run, record = measure.compile_step(step, state, batch)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    record |= {"flops": flops, "params": count, "items": task.items}
     state = measure.own_small_buffers(begin(0))
     source = task.batches(0)
     batches = [jax.device_put(next(source)) for _ in range(2)]
-    run, record = measure.compile_step(step, state, batches[0])
     for steps in (options.group, options.steps):
         state, _, timing = measure.time_steps(
             run, state, batches, steps=steps, group=options.group
         )
-    record |= timing | {"peak_bytes": measure.peak_bytes(), "items": task.items}
+    record |= timing | {"peak_bytes": measure.peak_bytes()}
     if options.profile:
         state, record["kernels"] = measure.profile_steps(run, state, batches)
-    record["flops"] = count_flops(task, batches[0])
-    params = jax.eval_shape(task.init, jax.random.key(0))
-    record["params"] = sum(x.size for x in jax.tree.leaves(params))
     record["losses"] = {}
     for seed in options.seeds:
+        del state  # before the next one is made
         state = measure.own_small_buffers(begin(seed))
         source, losses = task.batches(seed), []
         for _ in range(options.train):
@@ -379,9 +390,8 @@ def plan_mode(case):
     return {"largest": int(rows + (MEMORY - sizes[1]) / each), "bytes": sizes}
 
 
-def count_flops(task, batch):
+def count_flops(task, params, batch):
     """Returns the operations of all matmuls and convolutions of a step in f32."""
-    params = jax.eval_shape(task.init, jax.random.key(0))
     gradient = jax.make_jaxpr(jax.value_and_grad(task.loss))(params, batch)
     total = 0
     for equation, runs in measure.equations(gradient):
