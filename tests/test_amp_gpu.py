@@ -119,26 +119,38 @@ def vit_loss(params, patches):
     return jnp.mean(jax.vmap(encode)(patches))
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_gradient_of_positions_transposes_no_activation(count):
-    images, length, patch, width = 128, 65, 48, 256
+IMAGES, LENGTH, PATCH, NARROW = 128, 65, 48, 256
+
+
+def compile_vit(count):
+    """Compiles the gradient of two blocks for some H200s; returns the program's text."""
     mesh = Mesh(h200.devices()[:count], "x")
     shape = lambda *sizes, spec=None: jax.ShapeDtypeStruct(  # noqa: E731
         sizes, jnp.float32, sharding=NamedSharding(mesh, spec or P())
     )
-    block = {"up": shape(width, 4 * width), "down": shape(4 * width, width)}
+    block = {"up": shape(NARROW, 4 * NARROW), "down": shape(4 * NARROW, NARROW)}
     params = {
-        "embed": shape(width, patch),
-        "position": shape(length, width),
+        "embed": shape(NARROW, PATCH),
+        "position": shape(LENGTH, NARROW),
         "blocks": [block] * 2,
     }
-    patches = shape(count * images, length, patch, spec=P("x"))
+    patches = shape(count * IMAGES, LENGTH, PATCH, spec=P("x"))
     with h200.described(), jax.set_mesh(mesh):
         lowered = jax.jit(jax.grad(mpx.amp(vit_loss))).lower(params, patches)
-        text = lowered.compile(h200.compiler_options()).as_text() or ""
-    assert f"bf16[{images},{length},{width}]{{2,1,0}}" in text
-    sizes = {images, length, width}
+        return lowered.compile(h200.compiler_options()).as_text() or ""
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_gradient_of_positions_transposes_no_activation(count):
+    text = compile_vit(count)
+    assert f"bf16[{IMAGES},{LENGTH},{NARROW}]{{2,1,0}}" in text
+    sizes = {IMAGES, LENGTH, NARROW}
     orders = {tuple(map(int, x)) for x in re.findall(r"\[(\d+),(\d+),(\d+)\]", text)}
-    assert {x for x in orders if {*x} == sizes} == {(images, length, width)}
+    assert {x for x in orders if {*x} == sizes} == {(IMAGES, LENGTH, NARROW)}
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == int(count > 1)
     assert "all-gather" not in text
+
+
+def test_means_of_a_norm_are_not_joined_with_what_reads_them():
+    kinds = re.findall(r'"fusion_backend_config":{"kind":"(\w+)"', compile_vit(1))
+    assert "__triton" not in kinds  # `__triton_gemm` is a matmul
