@@ -364,8 +364,8 @@ def test_rounding_of_a_bias_does_not_matter(name, monkeypatch):
     def kernel(*free):
         more = [*free[3:], *given[len(spec.free) :]]
         extras = dict(zip(spec.extras, more, strict=True))
-        operands, padded = _attention._padded(free[:3], extras, spec)
-        out, _ = _attention._vjp(operands, padded, padded.free)
+        operands = _attention._padded(free[:3], extras, spec)
+        out, _ = _attention._vjp(operands, spec, spec.free)
         return out[..., : free[2].shape[-1]]
 
     simulating = functools.partial(both, functools.partial(jax.vjp, kernel))

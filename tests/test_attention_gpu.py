@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import h200
 import mpx
 from attention_cases import BY_HAND, LIBRARIES, pretend_h200
+from models import equations
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.standard_promotion]
 MODELS = {
@@ -47,3 +48,12 @@ def test_attention_of_a_model_is_compiled_to_the_kernels_of_cudnn(name, monkeypa
         "Softmax",
         "SoftmaxBackward",
     ]
+
+
+@pytest.mark.parametrize(("name", "length"), [("", 7), (", bias", 8)])
+def test_only_a_bias_or_mask_needs_even_lengths(name, length, monkeypatch):
+    pretend_h200(monkeypatch)
+    func, args = BY_HAND[f"odd lengths{name}"]
+    eqns = equations(jax.make_jaxpr(mpx.amp(func))(*args))
+    (kernel,) = (eqn for eqn in eqns if eqn.primitive.name == "cudnn_attention")
+    assert kernel.invars[0].aval.shape[1] == length

@@ -52,7 +52,7 @@ class Attention(NamedTuple):
     is_causal: bool  # Whether a query sees the keys up to its own position only
     # For causal attention, the number of keys that it sees to the left, and 0
     window: tuple[int, int] | None
-    extras: tuple[str, ...]  # those of `bias`, `mask`, `kv_seqlen` that are operands
+    extras: tuple[str, ...]  # those of `bias` and `mask` that are operands
     may_hide: bool = False  # Whether the bias may be so low that it hides whole rows
 
     @property
@@ -82,7 +82,6 @@ def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> Py
         extras.get("mask"),
         scale=spec.scale,
         is_causal=spec.is_causal,
-        key_value_seq_lengths=extras.get("kv_seqlen"),
         local_window_size=spec.window,
         **options,
     )
@@ -111,10 +110,7 @@ def _vjp(
             extras["bias"] = convert_dtype(jnp.maximum(bias, _LEAST), query.dtype)
         # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
         # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
-        full = [
-            x if name == "kv_seqlen" else jnp.broadcast_to(x, (*x.shape[:2], *lengths))
-            for name, x in extras.items()
-        ]
+        full = [jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in extras.values()]
         return _by_jax((query, key, value, *full), spec, implementation="cudnn")
 
     func, chosen = function_of(call, operands, wrt)
@@ -172,7 +168,8 @@ _LEAST = -(2.0**41)
 
 def _cudnn(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs cuDNN attention; returns its result and what its kernel saves."""
-    (out,), saved = _with_kernel(lambda *x: _vjp(x, spec, spec.free)[0], operands, None)
+    run = lambda *operands: _vjp(operands, spec, spec.free)[0]  # noqa: E731
+    (out,), saved = _with_kernel(run, operands[:3], operands[3:], None)
     return out, saved[1][..., None]
 
 
@@ -181,6 +178,7 @@ def _cudnn_backward(
 ) -> Sequence[Array]:
     """Returns the gradients of cuDNN attention without running it again."""
     *given, out, saved, cotangent = operands
+    query, key, value, *extras = given
     # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
     by_kernel = 3 in wrt and given[3].shape[0] == 1
     inside = (0, 1, 2, 3) if by_kernel else (0, 1, 2)
@@ -188,8 +186,8 @@ def _cudnn_backward(
     def backward(cotangent: Array, *given: Array) -> PyTree:
         return _vjp(given, spec, inside)[1](cotangent)
 
-    kept = (out, saved[..., 0])
-    grads, _ = _with_kernel(backward, (cotangent, *given), kept)
+    arrays, kept = (cotangent, query, key, value), (out, saved[..., 0])
+    grads, _ = _with_kernel(backward, arrays, extras, kept)
     if 3 in wrt and not by_kernel:
         call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
         grads += jax.vjp(call, *chosen)[1](cotangent)
@@ -197,7 +195,10 @@ def _cudnn_backward(
 
 
 def _with_kernel(
-    func: Callable[..., PyTree], args: Sequence[Array], kept: Sequence[Array] | None
+    func: Callable[..., PyTree],
+    arrays: Sequence[Array],
+    extras: Sequence[Array],
+    kept: Sequence[Array] | None,
 ) -> tuple[list[PyTree], list[PyTree]]:
     """Calls a function; returns its results and those of the forward kernel inside.
 
@@ -205,12 +206,23 @@ def _with_kernel(
     """
     visitor = _Kernel(kept=kept)
     # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    types = *map(_even, arrays), *map(_type_of, extras)
     body, consts = open_jaxpr(jax.make_jaxpr(func)(*types))
+    args = (*arrays, *extras)
     outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
     if len(visitor.saved) != 2:
         raise NotImplementedError(_OTHER_WAY)
     return outs, visitor.saved
+
+
+def _even(x: PyTree) -> jax.ShapeDtypeStruct:
+    """Returns the type to trace an array with: cuDNN takes odd lengths, JAX does not."""
+    batch, length, *rest = x.shape
+    return jax.ShapeDtypeStruct((batch, length + length % 2, *rest), x.dtype)
+
+
+def _type_of(x: PyTree) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -253,13 +265,14 @@ def _reason_by_jax(
 ) -> str | None:
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
     del capability  # part of the cache key
+    arrays = tuple(map(_even, arrays))
     full = (1, 1, arrays[0].shape[1], arrays[1].shape[1])
     dtypes = {"bias": F32, "mask": jnp.bool_}
     extras = {x: jax.ShapeDtypeStruct(full, dtypes[x]) for x in spec.extras}
 
     def forward_and_backward(arrays: Sequence[Array], extras: PyTree) -> PyTree:
-        operands, padded = _padded(arrays, extras, spec)
-        out, backward = _vjp(operands, padded, spec.free)
+        operands = _padded(arrays, extras, spec)
+        out, backward = _vjp(operands, spec, spec.free)
         return backward(out)
 
     try:
@@ -328,7 +341,7 @@ def _batched(
     spec: Attention = params["spec"]
     full = mapped_alike(operands, dims)
     size, batch = full[0].shape[:2]
-    shared = [i for i, name in enumerate(spec.extras, start=3) if name != "kv_seqlen"]
+    shared = list(range(3, 3 + len(spec.extras)))
     has_bias = 3 in params.get("wrt", ())
     if has_bias and primitive is attention_tangent_p:
         shared.append(len(operands) - 1)  # the tangent of the bias
@@ -380,20 +393,21 @@ def attention(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> Array:
     """Runs attention on queries, keys, values and the arrays that `spec.extras` names."""
-    operands, padded = _padded(arrays, extras, spec)
-    out, _ = attention_p.bind(*varying_alike(operands), spec=padded)
+    operands = varying_alike(_padded(arrays, extras, spec))
+    out, _ = attention_p.bind(*operands, spec=spec)
     return out[:, : arrays[0].shape[1], :, : arrays[2].shape[-1]]
 
 
 def _padded(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
-) -> tuple[list[Array], Attention]:
-    """Returns operands that are padded where the kernel needs it, and the call on them."""
+) -> list[Array]:
+    """Returns operands that are padded where the kernel needs it."""
     if spec.may_hide:
         arrays = _without_hidden_scores(arrays, extras, spec)
     query, key, value = arrays
     rows, keys = query.shape[1], key.shape[1]
-    more_rows, more_keys = rows % 2, keys % 2
+    # JAX makes a bias of a mask, for which cuDNN takes even lengths only.
+    more_rows, more_keys = (rows % 2, keys % 2) if spec.extras else (0, 0)
     size = max(query.shape[-1], value.shape[-1])
     size += -size % 8
     more = zip(arrays, (more_rows, more_keys, more_keys), strict=True)
@@ -404,11 +418,7 @@ def _padded(
             x = jnp.broadcast_to(x, (*x.shape[:3], keys))  # it hides the new keys
         x = _filled_up(x, {3: more_keys * (x.shape[3] == keys)}, fill)
         operands.append(_filled_up(x, {2: more_rows * (x.shape[2] == rows)}))
-    # Causal queries see no later keys, and a bias or mask is padded itself.
-    if more_keys and not spec.extras and not (spec.is_causal and rows <= keys):
-        operands.append(jnp.full(query.shape[:1], keys, jnp.int32))
-        spec = spec._replace(extras=("kv_seqlen",))
-    return operands, spec
+    return operands
 
 
 def _filled_up(x: Array, more: dict[int, int], fill: float = 0.0) -> Array:
