@@ -193,6 +193,25 @@ def test_error_of_a_code_is_bounded(form, size, keeps_signs):
     assert np.all(np.abs(found - x) <= limit * slack)
 
 
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [((3, 32), 3), ((24, 16, 7), 84), ((96, 32, 7), 672), ((50, 7), 50)],
+    ids=str,
+)
+def test_blocks_of_one_device_are_neighbours_in_memory(shape, blocks, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x = normal(0, *shape) * jnp.exp(3 * normal(1, *shape))
+    coded = encode(x, "int8")
+    assert coded.peak is not None
+    assert coded.peak.size == blocks
+    if x.size != 32 * blocks:
+        return  # padded, as above
+    peaks = np.abs(x).reshape(-1, 32).max(-1)
+    assert np.array_equal(coded.peak.ravel(), peaks)
+    limit = np.repeat(peaks, 32).reshape(shape) / 254 * (1 + 2.0**-20)
+    assert np.all(np.abs(decode(coded, "int8", x.dtype) - x) <= limit)
+
+
 @every_form
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
 def test_the_largest_number_of_a_block_comes_back_exactly(form, dtype):
