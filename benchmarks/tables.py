@@ -1,4 +1,4 @@
-"""Writes the tables and the figure of README.md and docs/ from what was measured.
+"""Writes the tables and figures of README.md and docs/ from what was measured.
 
     python benchmarks/tables.py
 
@@ -14,7 +14,7 @@ import statistics
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent
-FIGURE = ROOT / "docs" / "images" / "optimizers.png"
+IMAGES = ROOT / "docs" / "images"
 RULES = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "sgd": "SGD, momentum"}
 IMPLEMENTATIONS = {
     "torch": "PyTorch, fused, f32",
@@ -196,26 +196,41 @@ def steps():
     return f"{table(head, rows)}\n\n{command}"
 
 
+PAPER = {
+    "f32": "f32 (matmuls in TF32)",
+    "hand": "cast to f16 by hand, no check",
+    "paper": "the authors' package",
+    "policy": "the same lines with `mpx`",
+    "amp": "`mpx.amp`, `mpx.value_and_grad`",
+    "torch": "PyTorch: autocast, `GradScaler`, `torch.compile`",
+}
+PAPER_MODELS = {
+    "vit-desktop": ("the small ViT of the paper", ("512", "2048")),
+    "vit-base": ("ViT-Base/16 at 224²", ("128", "256")),
+}
+
+
+def paper_runs(model):
+    """Returns by mode what was measured for each batch size, and the commands."""
+    runs = [load(f"paper-{model}{part}") for part in ("", "-amp", "-torch")]
+    cases = {case: record for found, _ in runs for case, record in found.items()}
+    return {mode: cases[f"{model}:{mode}"] for mode in PAPER}, [x for _, x in runs]
+
+
 def paper():
-    """The small ViT of the paper over batch sizes."""
-    cases, command = load("paper-vit-desktop")
-    again, second = load("paper-vit-desktop-amp")
-    labels = {
-        "f32": MODES["f32"],
-        "hand": "cast to f16 by hand, no check",
-        "paper": "the authors' package",
-        "policy": "the same lines with `mpx`",
-        "amp": "`mpx.amp`, `mpx.value_and_grad`",
-        "torch": "PyTorch: autocast, `GradScaler`, `torch.compile`",
-    }
-    batches, rows = ("512", "2048"), []
-    for mode, label in labels.items():
-        found = [(cases | again)[f"vit-desktop:{mode}"][batch] for batch in batches]
-        rows.append([label, *map(ms, found), *map(giga, found)])
-    columns = [f"{unit}, {batch} images" for unit in ("ms", "GB") for batch in batches]
-    return (
-        f"{table(['the small ViT of the paper', *columns], rows)}\n\n{command} {second}"
-    )
+    """The two ViTs of the paper over batch sizes."""
+    parts = []
+    for model, (name, batches) in PAPER_MODELS.items():
+        modes, commands = paper_runs(model)
+        rows = []
+        for mode, label in PAPER.items():
+            found = [modes[mode][batch] for batch in batches]
+            rows.append([label, *map(ms, found), *map(giga, found)])
+        units = [
+            f"{unit}, {batch} images" for unit in ("ms", "GB") for batch in batches
+        ]
+        parts += [table([name, *units], rows), " ".join(commands)]
+    return "\n\n".join(parts)
 
 
 def fp8():
@@ -314,7 +329,7 @@ def residuals():
     """Activations in 8 bits beside those of amp."""
     rows, commands = [], []
     for name, label, modes in (
-        ("step-residuals", "ViT-Base as above", ("amp-bf16", "residuals")),
+        ("step-vit", "ViT-Base as above", ("amp-bf16", "residuals")),
         ("nanodo-405m-residuals", "nanodo 405M",
          ("nanodo-405m:amp", "nanodo-405m:residuals")),
     ):  # fmt: skip
@@ -400,13 +415,8 @@ def fill(text, tables):
     return text
 
 
-def draw(path):
+def draw_optimizers(plt, path):
     """Draws the time of a step against the memory of a parameter."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     markers = dict(zip(RULES, "osD^", strict=True))
     colours = {"torch": "tab:red", "optax": "tab:blue", "flashoptim-jax": "tab:orange",
@@ -428,11 +438,50 @@ def draw(path):
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
+def draw_paper(plt, path):
+    """Draws time and memory of a step over batch sizes, as the figures of the paper do."""
+    figure, axes = plt.subplots(2, 2, figsize=(7.2, 5.2), layout="constrained")
+    for column, (model, (name, _)) in zip(axes.T, PAPER_MODELS.items(), strict=True):
+        for mode, label in PAPER.items():
+            record = paper_runs(model)[0][mode]
+            batches = sorted(int(x) for x in record if x.isdigit())
+            # With fewer images, the host that starts the kernels is the limit.
+            batches = [x for x in batches if model == "vit-base" or x >= 512]
+            found = [record[str(batch)] for batch in batches]
+            style = {"marker": "o", "markersize": 4}
+            if mode == "torch":
+                style |= {"color": "black", "linestyle": "--"}
+            label = label.replace("`", "")
+            column[0].plot(batches, [x["ms"] for x in found], label=label, **style)
+            column[1].plot(batches, [memory(x) / 1e9 for x in found], **style)
+        column[0].set_title(name, fontsize=10)
+        column[1].set_xlabel("images a step")
+        for axis, unit in zip(column, ("ms a step", "peak GB"), strict=True):
+            axis.set(xlim=(0, None), ylim=(0, None), ylabel=unit)
+            axis.grid(alpha=0.3)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(),
+        loc="outside lower center", frameon=False, fontsize=8, ncols=2,
+    )  # fmt: skip
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def draw():
+    """Draws the figures."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    draw_optimizers(plt, IMAGES / "optimizers.png")
+    draw_paper(plt, IMAGES / "paper.png")
+
+
 def main():
     for name, tables in PAGES.items():
         page = ROOT / name
         page.write_text(fill(page.read_text("utf-8"), tables), encoding="utf-8")
-    draw(FIGURE)
+    draw()
 
 
 if __name__ == "__main__":

@@ -836,6 +836,22 @@ BREAKS = [
     ),
     # --- residuals ---------------------------------------------------------------------
     Break(
+        "the sum of a softmax is taken for a mean",
+        "_amp",
+        'if name == "div" and position == 0 and divisor.size == 1:',
+        'if name == "div":',
+        "amp_hints",
+        "apart_in_both_passes",
+    ),
+    Break(
+        "blocks of one device follow an axis of the array",
+        "_amp",
+        "if jax.device_count() == 1 and len(free) == aval.ndim:",
+        "if False:",
+        "amp_residuals",
+        "neighbours_in_memory",
+    ),
+    Break(
         "small positive numbers become 0, and relu's derivative with them",
         "_amp",
         "jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)",

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import PyTree
 
 from mpx._amp._chains import CURVED, run_chain
@@ -44,6 +43,7 @@ from mpx._amp._facts import (
     is_low,
     saturate,
 )
+from mpx._amp._hints import in_order_back, is_spread, mean_apart
 from mpx._amp._rules import (
     BROADCASTING,
     LINEAR,
@@ -63,11 +63,10 @@ from mpx._jax._compat import (
     scan_sizes,
     source_frames,
 )
-from mpx._jax._devices import cuda_capability, in_order
+from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import (
-    Frame,
     Jaxpr,
     Op,
     Outcome,
@@ -163,8 +162,7 @@ class Autocast(Settings):
             result = self.emit(op, choice)
         is_told = isinstance(result, tuple)
         outs, known = result if is_told else (result, follow(op.eqn, op.facts))
-        if cuda_capability() is not None and self.frame.eqn is op.eqn:
-            outs = _mean_apart(self.frame, op.eqn, outs)
+        outs = mean_apart(self.frame, op.eqn, outs)
         if choice.rule == Rule.LOW and op.eqn.primitive.name in MATMULS:
             # For the warnings of `finish`.
             is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
@@ -227,32 +225,6 @@ def _has_sum(eqn: Equation) -> bool:
     axes = zip(*(eqn.params.get(x, ()) for x in names), strict=True)
     overlaps = [(size - 1) * dilation >= stride for size, dilation, stride in axes]
     return any(overlaps) or not overlaps
-
-
-def _mean_apart(frame: Frame, eqn: Equation, outs: Values) -> Values:
-    """Keeps XLA from joining the means of rows, as a norm takes them, with what reads them.
-
-    Its kernels that do both hold whole rows in registers: those for the backward pass of a
-    LayerNorm of Equinox ran at a quarter of the memory's rate.
-    """
-    if eqn.primitive.name != "reduce_sum":
-        return outs
-    rows, (out,) = eqn.invars[0].aval, eqn.outvars
-    is_last = rows.ndim - 1 in eqn.params["axes"] and out.aval.ndim > 0
-    if not is_last or not _is_divided(frame, out):
-        return outs
-    return lax.optimization_barrier(outs)
-
-
-def _is_divided(frame: Frame, var: Any) -> bool:
-    """Returns whether an array, maybe with axes of length 1, is divided by one number."""
-    for reader, position in frame.readers.get(var, ()):
-        name, divisor = reader.primitive.name, reader.invars[-1].aval
-        if name == "div" and position == 0 and divisor.size == 1:
-            return True
-        if name in SHAPE_ONLY and reader.outvars[0].aval.size == var.aval.size:
-            return _is_divided(frame, reader.outvars[0])
-    return False
 
 
 def _original(amp: Settings, op: Op, rule: Any = None) -> Values:
@@ -323,35 +295,14 @@ def _rounded_once(
         wide = [cast(x, F32) if is_low(x) else x for x in wide]
         outs = primitive.bind(*wide, **dict(params))
         outs = outs if primitive.multiple_results else [outs]
-        if may_spread and any(_is_spread(x, outs[0].shape) for x in values):
-            outs = [_in_order_back(x) for x in outs]
+        if may_spread and any(is_spread(x, outs[0].shape) for x in values):
+            outs = [in_order_back(x) for x in outs]
         return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
 
     if primitive.name not in LINEAR:
         # A product keeps its operands for the backward pass: those of 16 bits.
         compute = jax.checkpoint(compute, prevent_cse=False)
     return jax.jit(compute, inline=INLINE)
-
-
-def _is_spread(x: PyTree, shape: tuple[int, ...]) -> bool:
-    """Returns whether an operand is a parameter of several axes that is broadcast.
-
-    Its gradient is a sum. XLA would store what is summed with the summed axis last, and then
-    all that depends on it: for the positions of a ViT, it transposed the input of each norm.
-    """
-    has_axes = sum([size != 1 for size in x.shape]) > 1
-    return x.dtype == F32 and has_axes and x.shape != shape
-
-
-@jax.custom_jvp
-def _in_order_back(x: PyTree) -> PyTree:
-    """Returns an array whose cotangent is stored in row-major order."""
-    return x
-
-
-@_in_order_back.defjvp
-def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
-    return primals[0], in_order(tangents[0])
 
 
 def _is_bias(source: Source) -> bool:
