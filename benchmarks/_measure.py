@@ -53,7 +53,9 @@ def read_options(doc, text):
         else:
             value = number_of(default)
             parser.add_argument(flag, type=type(value), default=value)
-    return parser.parse_args()
+    options = parser.parse_args()
+    TURN.folder = options.child_cache
+    return options
 
 
 def split(text):
@@ -285,7 +287,6 @@ def start_child(cache=None):
     measures the step rather than the autotuner's luck. Random numbers are the device's:
     to compile the start of a ViT took 39 s with JAX's own.
     """
-    TURN.folder = cache
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     if cache is None or jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)

@@ -136,7 +136,6 @@ def run_torch(model, mode, options):
     import torch  # pyright: ignore[reportMissingImports]
     from torch import nn  # pyright: ignore[reportMissingImports]
 
-    measure.TURN.folder = options.child_cache
     measure.TURN.take()
     size, is_low = SIZES[model], mode == "torch"
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -838,7 +838,7 @@ BREAKS = [
     Break(
         "the sum of a softmax is taken for a mean",
         "_amp",
-        'if name == "div" and position == 0 and divisor.size == 1:',
+        'if name == "div" and position == 0 and reader.invars[1].aval.size == 1:',
         'if name == "div":',
         "amp_hints",
         "apart_in_both_passes",

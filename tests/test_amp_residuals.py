@@ -208,7 +208,8 @@ def test_blocks_of_one_device_are_neighbours_in_memory(shape, blocks, monkeypatc
         return  # padded, as above
     peaks = np.abs(x).reshape(-1, 32).max(-1)
     assert np.array_equal(coded.peak.ravel(), peaks)
-    limit = np.repeat(peaks, 32).reshape(shape) / 254 * (1 + 2.0**-20)
+    # Half a code, and four roundings of f32.
+    limit = np.repeat(peaks, 32).reshape(shape) * (1 / 254 + 2.0**-22)
     assert np.all(np.abs(decode(coded, "int8", x.dtype) - x) <= limit)
 
 
@@ -733,7 +734,10 @@ def normed(p, x):
     return jnp.sum(jnp.tanh((x - mean[:, None]) * scale[:, None] * p[None]))
 
 
-def test_variances_are_kept():
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_variances_are_kept(on_gpu, monkeypatch):
+    if on_gpu:  # there a barrier stands between a mean and what reads it
+        monkeypatch.setattr("mpx._amp._hints.cuda_capability", lambda: (9, 0))
     # Rows of very different sizes lie in one block of variances.
     sizes = 2.0 ** (np.arange(4096) % 16 - 8)
     x = normal(0, 4096, 64) * jnp.asarray(sizes, jnp.float32)[:, None]

@@ -107,9 +107,9 @@ def _view(aval: Aval) -> tuple[tuple[int, ...], int]:
 
     It is the last axis, on one device together with those before that make it a multiple of
     a block. JAX cannot split an axis with an explicit sharding, and XLA may shard others: on
-    several devices it is an axis that keeps each block on one of them. XLA takes maxima along
-    an axis before one of an odd length, as 128 in (3072, 128, 197), at a fifth of the memory's
-    rate, so another is preferred.
+    several devices it is an axis that keeps each block on one of them. XLA is slow to take
+    maxima along an axis before one of an odd length, as 128 in (3072, 128, 197), so another is
+    preferred.
     """
     shape, last = tuple(aval.shape), aval.ndim - 1
     after = [math.prod(shape[axis + 1 :]) for axis in range(aval.ndim)]

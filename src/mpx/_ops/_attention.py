@@ -39,7 +39,7 @@ from mpx._ops._primitives import (
     zero_tangent,
 )
 from mpx._program._interpreter import Op, Outcome, Visitor
-from mpx._program._queries import ATTENTION, holds
+from mpx._program._queries import ATTENTION
 
 F32 = jnp.dtype(jnp.float32)
 _jax = private("attention")
@@ -211,7 +211,8 @@ def _with_kernel(
     args = (*arrays, *extras)
     outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
     if len(visitor.saved) != 2:
-        raise NotImplementedError(_OTHER_WAY)
+        text = "this version of JAX calls cuDNN in a way that mpx does not know"
+        raise _OtherWayError(text)
     return outs, visitor.saved
 
 
@@ -238,7 +239,8 @@ class _Kernel(Visitor):
         return outs, [None] * len(outs)
 
 
-_OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
+class _OtherWayError(NotImplementedError):
+    """The forward kernel is not where it is expected in what JAX traces."""
 
 
 def reason_against(
@@ -265,24 +267,23 @@ def _reason_by_jax(
 ) -> str | None:
     """Asks JAX, which knows the head sizes and lengths of each cuDNN and GPU."""
     del capability  # part of the cache key
-    arrays = tuple(map(_even, arrays))
     full = (1, 1, arrays[0].shape[1], arrays[1].shape[1])
     dtypes = {"bias": F32, "mask": jnp.bool_}
     extras = {x: jax.ShapeDtypeStruct(full, dtypes[x]) for x in spec.extras}
 
     def forward_and_backward(arrays: Sequence[Array], extras: PyTree) -> PyTree:
         operands = _padded(arrays, extras, spec)
-        out, backward = _vjp(operands, spec, spec.free)
-        return backward(out)
+        out, saved = _cudnn(*operands, spec=spec)
+        return _cudnn_backward(*operands, out, saved, out, spec=spec, wrt=spec.free)
 
     try:
-        jaxpr = jax.make_jaxpr(forward_and_backward)(arrays, extras)
-    except (NotImplementedError, ValueError, RuntimeError) as error:
+        jax.make_jaxpr(forward_and_backward)(arrays, extras)
+    except _OtherWayError as error:
+        warn(f"Attention runs without cuDNN's kernel: {error}. Upgrade mpx.")
+        return str(error)
+    except (NotImplementedError, TypeError, ValueError, RuntimeError) as error:
         return f"cuDNN: {error}"
-    if holds(jaxpr, (CUDNN_KERNEL,)):
-        return None
-    warn(f"Attention runs without cuDNN's kernel: {_OTHER_WAY}. Upgrade mpx.")
-    return _OTHER_WAY
+    return None
 
 
 LEAST = {9: 128 * 128, 10: 128 * 128}
