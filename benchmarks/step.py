@@ -80,11 +80,12 @@ MODES |= {
     "amp-bf16-check": Mode("bf16", "amp", "select"),
     "amp-f16": Mode("f16", "amp"),
     "amp-f16-check": Mode("f16", "amp", "select"),
-    # Attention one operation after the other, 8-bit residuals, and bf16 parameters.
+    # Attention one operation after the other, 8-bit residuals, bf16 parameters, and fp8.
     "amp-keep": Mode("bf16", "amp", more="keep"),
     "residuals": Mode("bf16", "amp", more="int8"),
     "residuals-e4m3": Mode("bf16", "amp", more="e4m3"),
     "flash": Mode("bf16", "flash"),
+    "all": Mode("bf16", "flash", more="fp8"),
     "cudnn-hand": Mode("bf16", more="cudnn"),
     "stats-bf16": Mode("bf16", "mpx", "select", "stats"),
 }
@@ -153,9 +154,10 @@ def build_with_mpx(mode, task, optimizer):
 
 
 def build_compressed(mode, task, optimizer):
-    """`mpx.amp` on bf16 parameters with `flash_adamw`."""
+    """`mpx.amp` on bf16 parameters with `flash_adamw`, and perhaps `mpx.fp8`."""
     flash: Any = mpx.optim.flash_adamw(1e-4, weight_decay=1e-4)
     loss = mpx.amp(task.loss, dtype="bf16")
+    loss = mpx.fp8(loss) if mode.more == "fp8" else loss
 
     def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state[0], batch)

@@ -4,7 +4,7 @@
     python benchmarks/text.py --modes muon,flash-muon,flash-muon-fp8
     python benchmarks/text.py --modes bf16,int8,int8-forward,int8-nearest
     python benchmarks/text.py --modes bf16,nvfp4,no-hadamard,no-stochastic,no-2d
-    python benchmarks/text.py --tiny               # try the script on a CPU
+    python benchmarks/text.py --size tiny          # try the script on a CPU
 
 The text is Python's own language reference, about half a megabyte of English prose and
 code that comes with every Python (`pydoc_data.topics`). The model reads bytes. The last
@@ -40,8 +40,12 @@ from _measure import (
 from _models import Decoder
 
 POLICY = "p=f32,c=bf16,o=f32"
-LARGE = Decoder(4, 2048, 8192, 16, 16, 256, 16, 1024, gated=False)
 TINY = Decoder(2, 64, 128, 2, 2, 256, 4, 64, gated=False)
+SIZES = {
+    "large": Decoder(4, 2048, 8192, 16, 16, 256, 16, 1024, gated=False),
+    "small": Decoder(4, 512, 2048, 8, 8, 256, 16, 512, gated=False),
+    "tiny": TINY,
+}
 NVFP4 = functools.partial(mpx.recipes.NVFP4, emulate=True)
 RECIPES = {
     "fp8": mpx.recipes.CurrentScaling(),
@@ -54,7 +58,7 @@ RECIPES = {
     "no-2d": NVFP4(weight_blocks="1d"),
 }
 MODES = ("bf16", *RECIPES, "muon", "flash-muon", "flash-muon-fp8")
-RATE, EVERY, TESTS = 3e-4, 25, 4  # every so often the loss of some batches is taken
+EVERY, TESTS = 25, 4  # every so often the loss of some batches is taken
 
 
 def read_text():
@@ -103,10 +107,10 @@ def make_optimizer(mode, rate):
 def make_steps(mode, loss, options):
     """Returns the start, the jitted step, and the jitted evaluation."""
     warm = options.steps // 10 + 1
-    rate = optax.warmup_cosine_decay_schedule(0.0, RATE, warm, options.steps)
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.rate, warm, options.steps)
     start, apply = make_optimizer(mode, rate)
     # What is emulated gains nothing, and a forward pass alone may gain less than 1.1.
-    every = 1.1 if mode == "fp8" and not options.tiny else 0
+    every = 1.1 if mode == "fp8" and options.size == "large" else 0
     func = mpx.fp8(loss, RECIPES[mode], min_gain=every) if mode in RECIPES else loss
     gradient = mpx.value_and_grad(func, policy=POLICY)
 
@@ -146,9 +150,12 @@ def run(seed, size, steps, text, count):
 
 def main():
     """Trains all seeds in all modes; returns whether one ends elsewhere."""
-    options = read_options(__doc__, "seeds=3 steps=300 modes=bf16,fp8 json=str tiny")
+    options = read_options(
+        __doc__, "seeds=3 steps=300 modes=bf16,fp8 size=large rate=3e-4 json=str"
+    )
     pick(dict.fromkeys(MODES), options.modes)
-    size, text, machine = TINY if options.tiny else LARGE, read_text(), environment()
+    (size,) = pick(SIZES, [options.size]).values()
+    text, machine = read_text(), environment()
     kernel = "cudnn" if machine["backend"] == "gpu" else "xla"
     loss = functools.partial(size.loss, attention=kernel)
     print(
