@@ -154,3 +154,44 @@ def test_gradient_of_positions_transposes_no_activation(count):
 def test_means_of_a_norm_are_not_joined_with_what_reads_them():
     kinds = re.findall(r'"fusion_backend_config":{"kind":"(\w+)"', compile_vit(1))
     assert "__triton" not in kinds  # `__triton_gemm` is a matmul
+
+
+ODD, WIDE = 197, 3072
+
+
+def compile_mapped(wrap):
+    """Compiles the gradient of two layers of `W @ x`; returns the program's text."""
+
+    def loss(params, x):
+        layer = lambda x: params["down"] @ jax.nn.gelu(params["up"] @ x)  # noqa: E731
+        return jnp.mean(jax.vmap(jax.vmap(layer))(x) ** 2)
+
+    mesh = Mesh(h200.devices()[:1], "x")
+    shape = lambda *sizes: jax.ShapeDtypeStruct(  # noqa: E731
+        sizes, jnp.float32, sharding=NamedSharding(mesh, P())
+    )
+    params = {"up": shape(WIDE, 768), "down": shape(768, WIDE)}
+    with h200.described(), jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(wrap(loss))).lower(params, shape(128, ODD, 768))
+        return lowered.compile(h200.compiler_options()).as_text() or ""
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        mpx.amp,
+        lambda f: mpx.amp(f, residuals="int8"),
+        lambda f: mpx.fp8(mpx.amp(f)),
+    ],
+    ids=["amp", "residuals", "fp8"],
+)
+def test_activations_of_mapped_layers_have_no_rows_of_an_odd_length(wrap):
+    text = compile_mapped(wrap)
+    entry = text[text.index("\nENTRY") :]
+    assert f"bf16[128,{ODD},{WIDE}]{{2,1,0}}" in entry
+    kinds = r"(?:bf16|s8|f32)"
+    assert not re.search(rf"= \(?{kinds}\[{WIDE},128,{ODD}\]\S* fusion", entry)
+    assert "transpose" not in re.findall(
+        r"%(?:wrapped|input|loop)_(\w+?)_?fusion", entry
+    )

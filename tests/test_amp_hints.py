@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from models import equations, normal
-from mpx import amp
+from mpx import amp, fp8
+from mpx._amp._hints import erfc
 
 X, W = normal(0, 4, 16, 32), normal(1, 32, 32)
 LINEN = nn.LayerNorm(), {"params": {"scale": jnp.ones(32), "bias": jnp.zeros(32)}}
@@ -89,3 +91,110 @@ def test_numbers_stay_the_same(name, transform, request):
     request.getfixturevalue("gpu")
     jax.clear_caches()
     np.testing.assert_allclose(run(), expected, rtol=1e-5, atol=1e-5)
+
+
+# --- Products -------------------------------------------------------------------------
+
+
+def distance(found, exact):
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def mapped_layer(w, x):
+    """Returns `W @ x` of each token of each example."""
+    return jax.vmap(jax.vmap(lambda x: w @ x))(x)
+
+
+def order_of_matmuls(func, *args):
+    """Returns the ranks of the operands of each matmul."""
+    found = equations(jax.make_jaxpr(func)(*args))
+    return [
+        tuple(x.aval.ndim for x in eqn.invars)
+        for eqn in found
+        if eqn.primitive.name == "dot_general"
+    ]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("wrap", [amp, lambda f: fp8(amp(f), min_gain=0)])
+@pytest.mark.parametrize("length", [16, 5, 4])  # 4 is the number of examples, too
+def test_outputs_of_a_mapped_layer_come_last(wrap, length):
+    w, x = normal(0, 8, 32), normal(1, 4, length, 32)
+    assert order_of_matmuls(wrap(mapped_layer), w, x) == [(3, 2)]
+    found = wrap(mapped_layer)(w, x)
+    exact = np.einsum("od,btd->bto", *(np.asarray(a, np.float64) for a in (w, x)))
+    unit = 2.0**-8 if wrap is amp else 2.0**-3
+    assert found.shape == exact.shape
+    assert distance(found, exact) < unit
+
+    def square(w, x):
+        return jnp.sum(wrap(mapped_layer)(w, x) ** 2)
+
+    slopes = jax.grad(square, argnums=(0, 1))(w, x)
+    wide = [np.asarray(a, np.float64) for a in (w, x)]
+    expected = (
+        2 * np.einsum("bto,btd->od", exact, wide[1]),
+        2 * np.einsum("bto,od->btd", exact, wide[0]),
+    )
+    for slope, right in zip(slopes, expected, strict=True):
+        assert distance(slope, right) < 2 * unit
+
+
+@pytest.mark.usefixtures("gpu")
+def test_other_products_stay_as_they_are():
+    w, x = normal(0, 8, 32), normal(1, 4, 16, 32)
+    assert order_of_matmuls(amp(lambda w, x: x @ w.T), w, x) == [(3, 2)]
+    assert order_of_matmuls(amp(lambda w, x: w @ x), w, x[0].T) == [(2, 2)]
+    batched = lambda w, x: jax.vmap(jnp.matmul)(x, x.mT)  # noqa: E731
+    assert order_of_matmuls(amp(batched), w, x) == [(3, 3)]
+
+
+def test_operands_are_not_exchanged_without_a_gpu():
+    w, x = normal(0, 8, 32), normal(1, 4, 16, 32)
+    assert order_of_matmuls(amp(mapped_layer), w, x) == [(2, 3)]
+
+
+# --- erfc -----------------------------------------------------------------------------
+
+
+def relative_error(found, exact):
+    return np.max(np.abs(np.asarray(found, np.float64) / exact - 1))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-10, -1), (-1, 1), (1, 2), (2, 4), (4, 9)])
+def test_erfc_is_as_exact_as_that_of_xla(low, high):
+    x = np.linspace(low, high, 100_001, dtype=np.float32)
+    exact = scipy.special.erfc(x.astype(np.float64))
+    found, of_xla = (relative_error(jax.jit(f)(x), exact) for f in (erfc, jax.lax.erfc))
+    assert found < max(1.5 * of_xla, 5e-7)
+
+
+def test_derivatives_of_erfc_and_its_limits():
+    x = jnp.array([jnp.inf, -jnp.inf, 1e38, -1e38, 0.0, 1e-40, jnp.nan])
+    assert np.array_equal(erfc(x), [0, 2, 0, 2, 1, 1, np.nan], equal_nan=True)
+    x = np.linspace(-5, 5, 1001, dtype=np.float32)
+    wide = x.astype(np.float64)
+    exact = -2 / np.sqrt(np.pi) * np.exp(-(wide**2))
+    assert relative_error(jax.vmap(jax.grad(erfc))(x), exact) < 3e-6
+    second = jax.vmap(jax.grad(jax.grad(erfc)))(x)
+    np.testing.assert_allclose(second, -2 * wide * exact, rtol=3e-6, atol=1e-12)
+
+
+def exact_gelu(x):
+    return jax.nn.gelu(x @ W, approximate=False)
+
+
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_exact_gelu_has_its_short_erfc_on_gpus(dtype, request):
+    run = amp(exact_gelu, dtype=dtype)
+    count = lambda: str(jax.make_jaxpr(run)(X)).count("erfc ")  # noqa: E731
+    assert count() == 1
+    value, slope = jax.jit(run)(X), jax.jit(jax.grad(lambda x: jnp.sum(run(x))))(X)
+    request.getfixturevalue("gpu")
+    jax.clear_caches()
+    assert count() == 0
+    unit = 2.0**-8 if dtype == "bf16" else 2.0**-11
+    np.testing.assert_allclose(jax.jit(run)(X), value, rtol=unit, atol=1e-7)
+    found = jax.jit(jax.grad(lambda x: jnp.sum(run(x))))(X)
+    np.testing.assert_allclose(found, slope, rtol=0, atol=unit * np.max(np.abs(slope)))

@@ -15,6 +15,7 @@ from jax import lax
 
 from mpx._amp._decide import Choice
 from mpx._amp._facts import DATA, F32, LOW_DTYPES, Settings, cast, is_eligible
+from mpx._amp._hints import run_pointwise
 from mpx._amp._rules import Rule, rule_for
 from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._jax._formats import FORMATS
@@ -228,7 +229,7 @@ def _function_of(
         low = _rounding_cotangents(low)
         if is_low is None:
             return eval_jaxpr(jaxpr, (), low)
-        outs = eval_jaxpr(jaxpr, (), cast(low, F32))
+        outs = run_pointwise(jaxpr, cast(low, F32))
         pairs = zip(outs, is_low, strict=True)
         return [cast(out, dtype) if fits else out for out, fits in pairs]
 

@@ -43,7 +43,13 @@ from mpx._amp._facts import (
     is_low,
     saturate,
 )
-from mpx._amp._hints import in_order_back, is_spread, mean_apart
+from mpx._amp._hints import (
+    exchanged,
+    in_order_back,
+    is_spread,
+    mean_apart,
+    outputs_first,
+)
 from mpx._amp._rules import (
     BROADCASTING,
     LINEAR,
@@ -372,6 +378,10 @@ def multiply(
         return [grouped_matmul(*args, kind=kind, dtype=dtype)]
     if otherwise is not None:
         return otherwise(eqn, args, dtype)
+    if better := exchanged(eqn, *args[:2]):
+        args, numbers = better
+        options = {"preferred_element_type": dtype, "dimension_numbers": numbers}
+        return [*map(outputs_first, bind(eqn, args, **options))]
     return bind(eqn, args, preferred_element_type=dtype)
 
 

@@ -50,6 +50,7 @@ _once = compat.undifferentiable(
 )
 _BLOCK = 32
 _LEAST = 4096  # Smaller arrays are kept as they are.
+_LAST_BYTE = np.float32(1.5 * 2**23)  # between numbers of this size lies 1
 
 
 class Coded(NamedTuple):
@@ -61,31 +62,39 @@ class Coded(NamedTuple):
     peak: Array | None
 
 
-def encode(x: Array, form: str, *, keeps_signs: bool = False) -> Coded:
+def encode(
+    x: Array, form: str, *, keeps_signs: bool = False, peak: Array | None = None
+) -> Coded:
     """Returns an array in 8 bits; only 0 becomes 0 if codes keep the signs of numbers.
 
     The error is at most half a code: 1/254 of the largest number of a block in int8, 1/16 of
     each number in e4m3 that is not tiny. Of a tiny number it is a whole code if signs are
-    kept. A block with an inf or nan becomes nan.
+    kept. A block with an inf or nan becomes nan. `peak` is what `peaks` returns.
     """
     dtype, largest, smallest = FORMS[form]
-    wide = x.astype(jnp.float32)
-    view, axis = _view(jax.typeof(x))
-    padding = [(0, 0, 0)] * len(view)
-    padding[axis] = (0, -view[axis] % _BLOCK, 0)
-    blocks = lax.pad(jnp.abs(wide.reshape(view)), np.float32(0), padding)
-    blocks = blocks.reshape(*view[:axis], -1, _BLOCK, *view[axis + 1 :])
-    peak = jnp.max(blocks, axis=axis + 1)
+    peak = peaks(x) if peak is None else peak
     inverse = 1 / jnp.maximum(peak, FORMATS["f32"].tiny)
-    numbers = wide * _repeat(inverse, axis, view[axis]).reshape(x.shape) * largest
+    numbers = x.astype(jnp.float32) * _repeat(inverse, jax.typeof(x)) * largest
     if keeps_signs:
         # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
         numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
     if form == "int8":
-        codes = jnp.round(numbers).astype(dtype)
+        # Rounds, and leaves the integer in the last byte. XLA needs seven instructions to
+        # round and convert.
+        codes = lax.bitcast_convert_type(numbers + _LAST_BYTE, jnp.int32).astype(dtype)
     else:
         codes = lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8)
-    return Coded(codes, peak.astype(x.dtype))
+    return Coded(codes, (peak + 0 * peak).astype(x.dtype))  # inf becomes nan
+
+
+def peaks(x: Array) -> Array:
+    """Returns the largest magnitude of each block, in f32."""
+    axis = _axis(jax.typeof(x))
+    padding = [(0, 0, 0)] * x.ndim
+    padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
+    blocks = lax.pad(jnp.abs(x.astype(jnp.float32)), np.float32(0), padding)
+    blocks = blocks.reshape(*x.shape[:axis], -1, _BLOCK, *x.shape[axis + 1 :])
+    return jnp.max(blocks, axis=axis + 1)
 
 
 def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
@@ -94,45 +103,40 @@ def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
         wide = lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(jnp.float32)
         return (wide * one).astype(dtype)
     wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
-    view, axis = _view(jax.typeof(wide))
-    peak = _repeat(coded.peak.astype(jnp.float32), axis, view[axis])
-    peak = peak.reshape(wide.shape)
+    peak = _repeat(coded.peak.astype(jnp.float32), jax.typeof(wide))
     # The largest code becomes 1, so that a peak comes back exactly, as the 1 of a softmax that
     # is sure, from which a derivative subtracts 1.
     return (wide * np.float32(1 / FORMS[form][1]) * peak * one).astype(dtype)
 
 
-def _view(aval: Aval) -> tuple[tuple[int, ...], int]:
-    """Returns the shape to see an array in, and the axis of it that is split into blocks.
+def _axis(aval: Aval) -> int:
+    """Returns the axis of an array that is split into blocks: the last one, or a better.
 
-    It is the last axis, on one device together with those before that make it a multiple of
-    a block. JAX cannot split an axis with an explicit sharding, and XLA may shard others: on
-    several devices it is an axis that keeps each block on one of them. XLA is slow to take
-    maxima along an axis before one of an odd length, as 128 in (3072, 128, 197), so another is
+    JAX cannot split an axis with an explicit sharding, and XLA may shard others: on several
+    devices it is an axis that keeps each block on one of them. XLA is slow to take maxima
+    along an axis before one of an odd length, as 128 in (3072, 128, 197), so another is
     preferred.
     """
-    shape, last = tuple(aval.shape), aval.ndim - 1
+    shape = aval.shape
     after = [math.prod(shape[axis + 1 :]) for axis in range(aval.ndim)]
     free = [axis for axis in reversed(range(aval.ndim)) if not _is_sharded(aval, axis)]
-    if jax.device_count() == 1 and len(free) == aval.ndim:
-        whole = [axis for axis in free if shape[axis] * after[axis] % _BLOCK == 0]
-        axis = next(iter(whole), last)
-        return (*shape[:axis], shape[axis] * after[axis]), axis
     free.sort(key=lambda axis: after[axis] > 1 and after[axis] % _BLOCK > 0)
     for length in (_BLOCK * jax.device_count(), _BLOCK):
         for axis in free:
             if shape[axis] % length == 0:
-                return shape, axis
-    return shape, last
+                return axis
+    return aval.ndim - 1
 
 
 def _is_sharded(aval: Aval, axis: int) -> bool:
     return any(x is not None for x in aval.sharding.spec[axis : axis + 1])
 
 
-def _repeat(blocks: Array, axis: int, size: int) -> Array:
+def _repeat(blocks: Array, aval: Aval) -> Array:
     """Returns numbers of blocks for each number, so that XLA fuses with what reads these."""
-    return lax.slice_in_dim(jnp.repeat(blocks, _BLOCK, axis), 0, size, axis=axis)
+    axis = _axis(aval)
+    each = jnp.repeat(blocks, _BLOCK, axis)
+    return lax.slice_in_dim(each, 0, aval.shape[axis], axis=axis)
 
 
 # --- Which values are kept ------------------------------------------------------------
@@ -210,18 +214,20 @@ class Search:
         """Returns what to keep so that values can be computed again."""
         return [*dict.fromkeys(x for atom in wanted for x in self._read(atom).roots)]
 
-    def kept(self, root: Any, x: Array, form: str) -> PyTree:
-        """Returns the value of a root in the form in which it is kept."""
+    def keep(self, root: Any, x: Array, form: str) -> tuple[Array, PyTree]:
+        """Returns the value of a root, and the form in which it is kept."""
         if self._known[root].is_exact:
-            return x
+            return x, x
         if self._makes(root) in _WEIGHTS:
             low = _once(x).astype(jnp.bfloat16)
-            return Coded(lax.bitcast_convert_type(low, jnp.uint16), None)
+            return x, Coded(lax.bitcast_convert_type(low, jnp.uint16), None)
+        peak = peaks(_once(x))
+        if self._makes(root) in queries.MATMULS:
+            # So XLA makes the codes in the kernel that reads the matmul for the model.
+            x, peak = lax.optimization_barrier((x, peak))
         # Tiny numbers of which no sign is asked become 0: those of a softmax add up.
-        return encode(_once(x), form, keeps_signs=root in self._compared)
-
-    def is_matmul(self, root: Any) -> bool:
-        return self._makes(root) in queries.MATMULS
+        signed = root in self._compared
+        return x, encode(_once(x), form, keeps_signs=signed, peak=peak)
 
     def _is_zero(self, atom: Any) -> bool:
         return atom in self._zeros if _is_var(atom) else not np.any(atom.val)
@@ -286,10 +292,10 @@ def _can_code(aval: Aval) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype not in (F32, *LOW_DTYPES) or aval.size < _LEAST:
         return False
-    (view, axis), each = _view(aval), aval.dtype.itemsize
+    axis, each = _axis(aval), aval.dtype.itemsize
     if _is_sharded(aval, axis):
         return False
-    count = view[axis]
+    count = aval.shape[axis]
     size = aval.size + each * aval.size // count * -(-count // _BLOCK)
     return 4 * size <= 3 * aval.size * each
 
@@ -365,10 +371,7 @@ def _run_keeping(
 
     def keep(variables: Sequence[Any]) -> None:
         for var in filter(wanted.__contains__, variables):
-            if search.is_matmul(var):
-                # XLA fuses what reads a barrier, but not what reads a matmul, with the coding.
-                env[var] = lax.optimization_barrier(env[var])
-            kept[var] = search.kept(var, env[var], form)
+            env[var], kept[var] = search.keep(var, env[var], form)
             if isinstance(kept[var], Coded):
                 made.append(kept[var].codes)
 

@@ -20,6 +20,7 @@ from mpx._amp._decide import Choice
 from mpx._amp._decide import is_low_ragged as is_low
 from mpx._amp._emit import Autocast, low_operands, multiply
 from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, follow, join
+from mpx._amp._hints import exchanged, outputs_first
 from mpx._amp._rules import AmpRules
 from mpx._casting._context import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import FP8_SCOPE, KEPT_SCOPE
@@ -212,11 +213,13 @@ class Fp8(Transformation):
         """Runs a matmul of 16-bit operands in 8 bits."""
         eqn = op.eqn
         lhs, rhs = (jnp.asarray(value) for value in values)
-        side = int(op.facts[1].is_weight)
+        side, numbers = int(op.facts[1].is_weight), eqn.params["dimension_numbers"]
+        if turned := exchanged(eqn, lhs, rhs):
+            ((lhs, rhs), numbers), side = turned, 1 - side
         weight = (lhs, rhs)[side]
         shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
         spec = MatmulSpec(
-            eqn.params["dimension_numbers"],
+            numbers,
             weight.dtype,
             side,
             self.chosen.recipe,
@@ -229,9 +232,11 @@ class Fp8(Transformation):
         )
         with jax.named_scope(FP8_SCOPE):
             if self.chosen.recipe.in_blocks:
-                return [block_dot(spec, lhs, rhs)]
-            seen, probe = self._next_scale(param)
-            return [fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)]
+                out = block_dot(spec, lhs, rhs)
+            else:
+                seen, probe = self._next_scale(param)
+                out = fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)
+            return [outputs_first(out) if turned else out]
 
     def _kept(self, op: Op) -> Values:
         """Runs a matmul as it is written."""
