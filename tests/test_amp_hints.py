@@ -46,6 +46,9 @@ CASES = {
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr("mpx._amp._hints.cuda_capability", lambda: (9, 0))
+    jax.clear_caches()  # what was traced for a CPU
+    yield
+    jax.clear_caches()
 
 
 def barriers(func, wrap=lambda f: f):
@@ -89,7 +92,6 @@ def test_numbers_stay_the_same(name, transform, request):
     run = lambda: jax.jit(TRANSFORMS[transform](loss))(X)  # noqa: E731
     expected = run()
     request.getfixturevalue("gpu")
-    jax.clear_caches()
     np.testing.assert_allclose(run(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -100,9 +102,9 @@ def distance(found, exact):
     return np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
-def mapped_layer(w, x):
+def mapped_layer(params, x):
     """Returns `W @ x` of each token of each example."""
-    return jax.vmap(jax.vmap(lambda x: w @ x))(x)
+    return jax.vmap(jax.vmap(lambda x: params["w"] @ x))(x)
 
 
 def order_of_matmuls(func, *args):
@@ -119,19 +121,19 @@ def order_of_matmuls(func, *args):
 @pytest.mark.parametrize("wrap", [amp, lambda f: fp8(amp(f), min_gain=0)])
 @pytest.mark.parametrize("length", [16, 5, 4])  # 4 is the number of examples, too
 def test_outputs_of_a_mapped_layer_come_last(wrap, length):
-    w, x = normal(0, 8, 32), normal(1, 4, length, 32)
-    assert order_of_matmuls(wrap(mapped_layer), w, x) == [(3, 2)]
-    found = wrap(mapped_layer)(w, x)
-    exact = np.einsum("od,btd->bto", *(np.asarray(a, np.float64) for a in (w, x)))
+    params, x = {"w": normal(0, 8, 32)}, normal(1, 4, length, 32)
+    assert order_of_matmuls(wrap(mapped_layer), params, x) == [(3, 2)]
+    found = wrap(mapped_layer)(params, x)
+    wide = [np.asarray(a, np.float64) for a in (params["w"], x)]
+    exact = np.einsum("od,btd->bto", *wide)
     unit = 2.0**-8 if wrap is amp else 2.0**-3
     assert found.shape == exact.shape
     assert distance(found, exact) < unit
 
-    def square(w, x):
-        return jnp.sum(wrap(mapped_layer)(w, x) ** 2)
+    def square(params, x):
+        return jnp.sum(wrap(mapped_layer)(params, x) ** 2)
 
-    slopes = jax.grad(square, argnums=(0, 1))(w, x)
-    wide = [np.asarray(a, np.float64) for a in (w, x)]
+    slopes = jax.tree.leaves(jax.grad(square, argnums=(0, 1))(params, x))
     expected = (
         2 * np.einsum("bto,btd->od", exact, wide[1]),
         2 * np.einsum("bto,od->btd", exact, wide[0]),
@@ -142,16 +144,20 @@ def test_outputs_of_a_mapped_layer_come_last(wrap, length):
 
 @pytest.mark.usefixtures("gpu")
 def test_other_products_stay_as_they_are():
-    w, x = normal(0, 8, 32), normal(1, 4, 16, 32)
-    assert order_of_matmuls(amp(lambda w, x: x @ w.T), w, x) == [(3, 2)]
-    assert order_of_matmuls(amp(lambda w, x: w @ x), w, x[0].T) == [(2, 2)]
-    batched = lambda w, x: jax.vmap(jnp.matmul)(x, x.mT)  # noqa: E731
-    assert order_of_matmuls(amp(batched), w, x) == [(3, 3)]
+    params, x = {"w": normal(0, 8, 32)}, normal(1, 4, 16, 32)
+    heads = lambda p, x: jnp.tensordot(x[0], p["w"].T.reshape(32, 2, 4), 1)  # noqa: E731
+    for func, expected in {
+        lambda p, x: x @ p["w"].T: (3, 2),
+        lambda p, x: p["w"] @ x[0].T: (2, 2),
+        heads: (2, 3),  # the data come first as it is written
+        lambda p, x: jax.vmap(jnp.matmul)(x, x.mT): (3, 3),
+    }.items():
+        assert order_of_matmuls(amp(func), params, x) == [expected]
 
 
 def test_operands_are_not_exchanged_without_a_gpu():
-    w, x = normal(0, 8, 32), normal(1, 4, 16, 32)
-    assert order_of_matmuls(amp(mapped_layer), w, x) == [(2, 3)]
+    params, x = {"w": normal(0, 8, 32)}, normal(1, 4, 16, 32)
+    assert order_of_matmuls(amp(mapped_layer), params, x) == [(2, 3)]
 
 
 # --- erfc -----------------------------------------------------------------------------
@@ -192,7 +198,6 @@ def test_exact_gelu_has_its_short_erfc_on_gpus(dtype, request):
     assert count() == 1
     value, slope = jax.jit(run)(X), jax.jit(jax.grad(lambda x: jnp.sum(run(x))))(X)
     request.getfixturevalue("gpu")
-    jax.clear_caches()
     assert count() == 0
     unit = 2.0**-8 if dtype == "bf16" else 2.0**-11
     np.testing.assert_allclose(jax.jit(run)(X), value, rtol=unit, atol=1e-7)

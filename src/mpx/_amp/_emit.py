@@ -363,6 +363,10 @@ def _low_matmul(amp: Settings, op: Op, rule: Any = None) -> Values:
     args, weights = low_operands(amp, op)
     if weights:
         return [multiply_for(op.eqn, args, weights, _multiply_wide)]
+    if better := exchanged(op, *args[:2]):
+        args, numbers = better
+        options = {"preferred_element_type": amp.dtype, "dimension_numbers": numbers}
+        return [*map(outputs_first, bind(op.eqn, args, **options))]
     return multiply(op.eqn, args, amp.dtype)
 
 
@@ -378,10 +382,6 @@ def multiply(
         return [grouped_matmul(*args, kind=kind, dtype=dtype)]
     if otherwise is not None:
         return otherwise(eqn, args, dtype)
-    if better := exchanged(eqn, *args[:2]):
-        args, numbers = better
-        options = {"preferred_element_type": dtype, "dimension_numbers": numbers}
-        return [*map(outputs_first, bind(eqn, args, **options))]
     return bind(eqn, args, preferred_element_type=dtype)
 
 

@@ -16,7 +16,7 @@ from mpx._amp._facts import F32
 from mpx._jax._compat import eval_equation, eval_jaxpr, source_context
 from mpx._jax._devices import cuda_capability, in_order
 from mpx._program._flow import after, propagate
-from mpx._program._interpreter import Frame, Jaxpr, Values
+from mpx._program._interpreter import Frame, Jaxpr, Op, Values
 from mpx._program._queries import SHAPE_ONLY, Equation, holds
 
 # Coefficients of the polynomial of `erfc`, the highest power first.
@@ -74,7 +74,7 @@ def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
     return primals[0], in_order(tangents[0])
 
 
-def exchanged(eqn: Equation, lhs: Array, rhs: Array) -> tuple[Values, Any] | None:
+def exchanged(op: Op, lhs: Array, rhs: Array) -> tuple[Values, Any] | None:
     """Returns the operands of a product and its dimension numbers in a better order.
 
     `jax.vmap` of `W @ x` puts the outputs of a layer before its examples, and XLA stores them
@@ -82,12 +82,14 @@ def exchanged(eqn: Equation, lhs: Array, rhs: Array) -> tuple[Values, Any] | Non
     fp8 or 8-bit residuals, read number by number. In the product of x and W the outputs come
     last, as does in x what is summed over. `None` if there is nothing to gain.
     """
-    if eqn.primitive.name != "dot_general" or cuda_capability() is None:
+    eqn, facts = op.eqn, op.facts
+    is_mapped = facts[0].is_weight and not facts[1].is_param
+    if not is_mapped or eqn.primitive.name != "dot_general":
         return None
     (left, right), batch = eqn.params["dimension_numbers"]
     rows = [axis for axis in range(rhs.ndim) if axis not in right]
-    is_vector = lhs.ndim - len(left) == 1
-    if batch[0] or not is_vector or len(rows) < 2 or eqn.params.get("out_sharding"):
+    has_outputs = lhs.ndim - len(left) == 1 and not eqn.params.get("out_sharding")
+    if batch[0] or not has_outputs or len(rows) < 2 or cuda_capability() is None:
         return None
     x = lax.transpose(rhs, (*rows, *right))
     return [x, lhs], ((tuple(range(len(rows), x.ndim)), left), batch)

@@ -214,7 +214,7 @@ class Fp8(Transformation):
         eqn = op.eqn
         lhs, rhs = (jnp.asarray(value) for value in values)
         side, numbers = int(op.facts[1].is_weight), eqn.params["dimension_numbers"]
-        if turned := exchanged(eqn, lhs, rhs):
+        if turned := exchanged(op, lhs, rhs):
             ((lhs, rhs), numbers), side = turned, 1 - side
         weight = (lhs, rhs)[side]
         shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
