@@ -3,7 +3,7 @@
     python benchmarks/text.py                      # a GPU with fp8 units
     python benchmarks/text.py --modes muon,flash-muon,flash-muon-fp8
     python benchmarks/text.py --modes bf16,int8,int8-forward,int8-nearest
-    python benchmarks/text.py --modes bf16,nvfp4,no-hadamard,no-stochastic,no-2d
+    python benchmarks/text.py --size small --rate 1e-3 --modes bf16,nvfp4,no-2d
     python benchmarks/text.py --size tiny          # try the script on a CPU
 
 The text is Python's own language reference, about half a megabyte of English prose and
