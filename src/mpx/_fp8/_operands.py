@@ -125,7 +125,8 @@ def to_fp8(
     # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
     gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
     if recipe.by_row:
-        one = jnp.ones((), jnp.float32)
+        # XLA would compute what is cheap to compute again for each maximum and each code.
+        x, one = lax.optimization_barrier(x), jnp.ones((), jnp.float32)
         # The first product of a gradient is one of the backward pass, too.
         first, second = (
             _by_row(recipe, role, Operand(x, one, axes, batch, gathered), backward)
