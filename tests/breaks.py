@@ -860,6 +860,14 @@ BREAKS = [
         "outputs_of_a_mapped_layer",
     ),
     Break(
+        "any sum of a number and tanh becomes 1 + tanh",
+        "_amp",
+        "found[0] if numbers == [1] else None",
+        "found[0] if numbers else None",
+        "amp_hints",
+        "other_uses_of_tanh",
+    ),
+    Break(
         "the tail of erfc is not turned for negative numbers",
         "_amp",
         "jnp.where(x < 0, 2 - tail, tail)",

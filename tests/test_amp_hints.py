@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import scipy.special
 
+import mpx
 from models import equations, normal
 from mpx import amp, fp8, recipes
-from mpx._amp._hints import erfc
+from mpx._amp._hints import erfc, run_pointwise
 
 X, W = normal(0, 4, 16, 32), normal(1, 32, 32)
 LINEN = nn.LayerNorm(), {"params": {"scale": jnp.ones(32), "bias": jnp.zeros(32)}}
@@ -201,20 +202,99 @@ def test_derivatives_of_erfc_and_its_limits():
     np.testing.assert_allclose(second, -2 * wide * exact, rtol=3e-6, atol=1e-12)
 
 
-def exact_gelu(x):
-    return jax.nn.gelu(x @ W, approximate=False)
+def normal_density(x):
+    return np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+
+
+def angle(x):
+    return np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+
+
+# By name: whether it is approximate, an operation and how often it is there without a GPU and
+# on one, and the exact value and slope.
+GELUS = {
+    "erfc": (
+        False,
+        "erfc ",
+        (1, 0),
+        lambda x: x * scipy.special.ndtr(x),
+        lambda x: scipy.special.ndtr(x) + x * normal_density(x),
+    ),
+    "tanh": (
+        True,
+        "logistic ",
+        (0, 1),
+        lambda x: x * scipy.special.expit(2 * angle(x)),
+        lambda x: (
+            (s := scipy.special.expit(2 * angle(x)))
+            + x * s * (1 - s) * np.sqrt(8 / np.pi) * (1 + 3 * 0.044715 * x**2)
+        ),
+    ),
+}
 
 
 @pytest.mark.filterwarnings("ignore:A function under `amp` in f16:RuntimeWarning")
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_exact_gelu_has_its_short_erfc_on_gpus(dtype, request):
-    run = amp(exact_gelu, dtype=dtype)
-    count = lambda: str(jax.make_jaxpr(run)(X)).count("erfc ")  # noqa: E731
-    assert count() == 1
-    value, slope = jax.jit(run)(X), jax.jit(jax.grad(lambda x: jnp.sum(run(x))))(X)
+@pytest.mark.parametrize("name", GELUS)
+def test_gelus_are_shorter_on_gpus(name, dtype, request):
+    approximate, operation, counts, exact, exact_slope = GELUS[name]
+    eye = jnp.eye(32)
+    run = amp(lambda x: jax.nn.gelu(x @ eye, approximate=approximate), dtype=dtype)
+    count = lambda: str(jax.make_jaxpr(run)(X)).count(operation)  # noqa: E731
+    assert count() == counts[0]
     request.getfixturevalue("gpu")
-    assert count() == 0
+    assert count() == counts[1]
     unit = 2.0**-8 if dtype == "bf16" else 2.0**-11
-    np.testing.assert_allclose(jax.jit(run)(X), value, rtol=unit, atol=1e-7)
-    found = jax.jit(jax.grad(lambda x: jnp.sum(run(x))))(X)
-    np.testing.assert_allclose(found, slope, rtol=0, atol=unit * np.max(np.abs(slope)))
+    x = 2 * mpx.cast_tree(X, dtype)  # The matmul rounds nothing.
+    wide, x = np.asarray(x, np.float64), x.astype(jnp.float32)
+    limits = {
+        "rtol": 1.01 * unit,
+        "atol": 2.0**-25,
+    }  # half of the smallest number of f16
+    np.testing.assert_allclose(jax.jit(run)(x), exact(wide), **limits)
+    slope = jax.jit(jax.grad(lambda x: jnp.sum(run(x))))(x)
+    np.testing.assert_allclose(slope, exact_slope(wide), rtol=1.01 * unit, atol=1e-6)
+
+
+# --- tanh -----------------------------------------------------------------------------
+
+
+def as_on_gpus(func):
+    """Returns a function of numbers as chains of `amp` compute it."""
+    return lambda x: run_pointwise(jax.make_jaxpr(func)(x).jaxpr, x)[0]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_one_plus_tanh_has_the_errors_of_a_few_roundings():
+    x = np.linspace(-40, 12, 400_001, dtype=np.float32)
+    func, wide = as_on_gpus(lambda x: 1 + jnp.tanh(x)), x.astype(np.float64)
+    exact = 2 / (1 + np.exp(-2 * wide))
+    # XLA's tanh is -1 from -9 on. The exponential makes half a unit of 2x relative.
+    limit = (4 + np.abs(wide)) * 2.0**-23
+    assert np.all(np.abs(np.asarray(jax.jit(func)(x), np.float64) / exact - 1) < limit)
+    slope = np.asarray(jax.vmap(jax.grad(func))(x), np.float64)
+    np.testing.assert_allclose(slope, exact * (2 - exact), rtol=1e-5, atol=4e-7)
+    ends = jnp.array([jnp.inf, -jnp.inf, 3e38, -3e38, 0.0, 1e-40, jnp.nan])
+    expected = [2, 0, 2, 0, 1, 1, np.nan]
+    assert np.array_equal(func(ends), expected, equal_nan=True)
+    assert np.array_equal(jax.vmap(jax.grad(func))(ends)[:6], [0, 0, 0, 0, 1, 1])
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda m, x: m.tanh(x),
+        lambda m, x: 2 + m.tanh(x),
+        lambda m, x: x + m.tanh(x),
+        lambda m, x: (1 + m.tanh(x)) * m.tanh(x),
+        lambda m, x: 1.0 + (1.0 + m.tanh(m.tanh(x))),
+        lambda m, x: 1 + (jax.jit(m.tanh) if m is jnp else m.tanh)(x),
+    ],
+)
+def test_other_uses_of_tanh_stay_right(func):
+    x = np.linspace(-3, 3, 1001, dtype=np.float32)
+    found, wide = as_on_gpus(lambda x: func(jnp, x)), x.astype(np.float64)
+    np.testing.assert_allclose(found(x), func(np, wide), rtol=1e-6, atol=3e-7)
+    slope = (func(np, wide + 1e-5) - func(np, wide - 1e-5)) / 2e-5
+    np.testing.assert_allclose(jax.vmap(jax.grad(found))(x), slope, atol=1e-6)

@@ -4,6 +4,7 @@ Errors stay those of a few roundings. All were found in profiles and in what XLA
 an H200.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp._facts import F32
-from mpx._jax._compat import eval_equation, eval_jaxpr, source_context
+from mpx._jax._compat import Literal, eval_equation, eval_jaxpr, source_context
 from mpx._jax._devices import cuda_capability, in_order
 from mpx._program._flow import after, propagate
 from mpx._program._interpreter import Frame, Jaxpr, Op, Values
@@ -101,14 +102,23 @@ def outputs_first(x: Array) -> Array:
 
 
 def run_pointwise(jaxpr: Jaxpr, *args: PyTree) -> Values:
-    """Runs operations on single numbers, with a shorter erfc, which an exact gelu has."""
-    if cuda_capability() is None or not holds(jaxpr, ["erfc"]):
+    """Runs operations on single numbers, with those of a gelu in fewer instructions.
+
+    XLA's gelus, of tanh or erfc, are limited by instructions on an H200 instead of by memory.
+    """
+    if cuda_capability() is None or not holds(jaxpr, ["erfc", "tanh"]):
         return eval_jaxpr(jaxpr, (), *args)
+    angles: dict[Any, Array] = {}  # the arguments of tanh, by its results
 
     def run(eqn: Equation, values: Values) -> Values:
         with source_context(eqn), eqn.ctx.manager:
             if eqn.primitive.name == "erfc" and values[0].dtype == F32:
                 return [erfc(*values)]
+            if eqn.primitive.name == "tanh" and values[0].dtype == F32:
+                angles[eqn.outvars[0]] = values[0]
+            if (angle := _angle_of_sum(eqn, angles)) is not None:
+                # It cancels nothing, either.
+                return [2 * lax.logistic(2 * angle)]
             return eval_equation(eqn, values)
 
     value = lambda atom: atom.val  # noqa: E731
@@ -116,13 +126,22 @@ def run_pointwise(jaxpr: Jaxpr, *args: PyTree) -> Values:
     return propagate(jaxpr, known, lambda eqn, x: after(eqn, x, run, value), value)
 
 
+def _angle_of_sum(eqn: Equation, angles: Mapping[Any, Array]) -> Array | None:
+    """Returns the x of an equation that computes 1 + tanh(x)."""
+    if eqn.primitive.name != "add":
+        return None
+    numbers = [x.val for x in eqn.invars if isinstance(x, Literal)]
+    found = [angles.get(x) for x in eqn.invars if not isinstance(x, Literal)]
+    return found[0] if numbers == [1] else None
+
+
 @jax.custom_jvp
 def erfc(x: Array) -> Array:
     """Returns `lax.erfc` of f32 numbers, in half of the instructions of XLA's.
 
-    A gelu has 84 of those a number on an H200, and its kernel is limited by them instead of by
-    memory. The product exp(x²)·erfc(x) is smooth for x ≥ 0: t times a polynomial of
-    t = 1 / (1 + 0.3·x), to 2e-8. What remains are roundings, above all that of x².
+    A gelu has 84 of those a number on an H200. The product exp(x²)·erfc(x) is smooth for
+    x ≥ 0: t times a polynomial of t = 1 / (1 + 0.3·x), to 2e-8. What remains are roundings,
+    above all that of x².
     """
     t = 1 / (1 + np.float32(0.3) * jnp.abs(x))
     rest = np.float32(_ERFC[0])

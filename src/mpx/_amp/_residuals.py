@@ -169,6 +169,9 @@ _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min reduce_prod"))
 _JOINED = {"mul": 4, "div": 4, "and": 4, "or": 4}
 _SMALL = 8  # A value is small beside one that has so many times more numbers.
 _DEEPEST = 100  # equations between a root and a value
+_TOGETHER = (
+    8  # arrays that are waited for at once: it takes a kernel, and a copy of a weight
+)
 
 
 class Known(NamedTuple):
@@ -377,7 +380,7 @@ def _run_keeping(
 
     keep([*env])
     for eqn in jaxpr.eqns:
-        if made and eqn.primitive.name in queries.MATMULS:
+        if len(made) >= _TOGETHER and eqn.primitive.name in queries.MATMULS:
             # Otherwise XLA may postpone the codes, which keeps their roots in memory.
             least = min(eqn.invars[:2], key=lambda x: x.aval.size)
             env[least], made = after(env[least], made), []
@@ -449,7 +452,7 @@ class _Again:
         found = self.known.get(atom)
         if isinstance(found, Coded):
             if atom not in self.opened:
-                if self.done:
+                if len(self.done) >= _TOGETHER:
                     self.one = after(jnp.ones((), jnp.float32), self.done)
                     self.done = []
                 # Also where nothing has arrived: XLA removes a cast and its inverse.
