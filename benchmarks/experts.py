@@ -105,7 +105,7 @@ def draw(size, kind):
 
 
 def compare(name, size, kind, repeats):
-    """Checks and times all modes; returns whether all numbers are right."""
+    """Checks and times all modes; returns whether all numbers are right, and the times."""
     args = draw(size, kind)
     p, x, sizes, grad = args
     exact = jax.jit(forward_and_backward(by_expert))
@@ -133,19 +133,27 @@ def compare(name, size, kind, repeats):
     head = ["mode", "forward ms", "of dense", "with backward ms", "of dense"]
     head += ["TFLOP/s", "errors: out, dw, dx"]
     print(measure.format_table(head, rows), flush=True)
-    return right
+    records = {
+        f"{name}, {kind}: {mode}": [
+            {"forward_ms": forward, "ms": both, "environment": measure.environment()}
+        ]
+        for mode, (forward, both) in times.items()
+    }
+    return right, records
 
 
 def main():
-    tiny = measure.read_options(__doc__, "tiny").tiny
+    options = measure.read_options(__doc__, "tiny json=str")
     print(measure.environment())
-    right = [
-        compare(name, size, kind, 2 if tiny else 50)
-        for name, size in (TINY if tiny else SIZES).items()
-        for kind in ("even", "uneven")
-    ]
-    print("\nAll numbers are right." if all(right) else "\nSome numbers are WRONG.")
-    return int(not all(right))
+    right, runs = True, {}
+    for name, size in (TINY if options.tiny else SIZES).items():
+        for kind in ("even", "uneven"):
+            good, records = compare(name, size, kind, 2 if options.tiny else 50)
+            right, runs = right and good, runs | records
+            if options.json:
+                measure.write_json(options.json, runs)
+    print("\nAll numbers are right." if right else "\nSome numbers are WRONG.")
+    return int(not right)
 
 
 if __name__ == "__main__":

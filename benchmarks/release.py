@@ -4,7 +4,7 @@
     python benchmarks/release.py --layers 4 --width 64 --tokens 32 --steps 3    # on a CPU
 
 Both steps start from the same parameters. The script fails if they do not end at the same
-losses. See README.md beside this file.
+losses. `--json FILE` writes what was measured. See README.md beside this file.
 """
 
 import functools
@@ -65,16 +65,17 @@ def run(step, options, optimizer):
     for steps in (2, options.steps):
         state, values, timing = time_steps(program, state, batch, steps=steps, group=1)
         losses += map(float, values)
-    return timing | {"bytes": record["temp_bytes"] / count, "losses": losses}
+    found = {"bytes": record["temp_bytes"] / count, "losses": losses}
+    return timing | found | {"environment": measure.environment()}
 
 
 def main():
     """Runs both steps for both kinds of layers; returns the exit status."""
     options = measure.read_options(
-        __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20"
+        __doc__, "layers=24 width=512 words=1024 tokens=256 steps=20 json=str"
     )
     optimizer: Any = mpx.optim.flash_adamw(1e-3)
-    rows, wrong = [], []
+    rows, wrong, runs = [], [], {}
     for name, wrap in (("scan and remat", jax.checkpoint), ("scan", lambda f: f)):
         func = functools.partial(loss, wrap)
 
@@ -87,11 +88,14 @@ def main():
             return (result.params, result.state), result.value
 
         old, new = (run(step, options, optimizer) for step in (ordinary, released))
+        runs |= {f"{name}: ordinary": [old], f"{name}: released": [new]}
         cells = [f"{x[key]:.2f}" for key in ("bytes", "ms") for x in (old, new)]
         rows.append([name, *cells, f"{new['ms'] / old['ms']:.3f}"])
         apart = np.mean(np.abs(np.subtract(old["losses"], new["losses"])))
         if not apart <= AGREEMENT * (new["losses"][0] - new["losses"][-1]):
             wrong.append(f"{name}: {old['losses']} and {new['losses']}")
+    if options.json:
+        measure.write_json(options.json, runs)
     print(f"{measure.environment()}; bytes a parameter beside what is donated\n")
     header = ["layers", "bytes", "released", "ms", "released ms", "× time"]
     print(measure.format_table(header, rows))

@@ -35,6 +35,7 @@ BY_HAND = "parameters and inputs cast to bf16"  # where a model has no option
 UNTOUCHED = {
     "nanodo-43m": "tokens",
     "nanodo-405m": "tokens",
+    "nanodo-2.5b": "tokens",
     "big_vision-vit-b": "images",
     "bonsai-qwen3": "tokens",
     "vmoe-b": "images",
@@ -301,6 +302,8 @@ def text():
     labels = {
         "int8": "`Int8()`",
         "nvfp4": "`NVFP4(emulate=True)`",
+        "no-hadamard": "the same with `hadamard=False`",
+        "no-2d": 'the same with `weight_blocks="1d"`',
         "no-stochastic": "the same with `stochastic=False`",
         "flash-muon": "`flash_muon`",
     }
@@ -311,8 +314,8 @@ def text():
     ):
         cases, command = load(name)
         rows, base = [], None
-        for mode, record in cases.items():
-            ends = [list(curve.values())[-1] for curve in record["curves"].values()]
+        for mode in cases:
+            ends = [list(x.values())[-1] for x in cases[mode]["curves"].values()]
             mean = statistics.mean(ends)
             base = mean if mode in bases else base
             apart = "" if mode in bases else f"{mean - (base or 0):+.3f}"
@@ -398,6 +401,76 @@ def optimizers():
     return f"{table(head, rows)}\n\n{load('optim-adamw')[1]}"
 
 
+def arrays():
+    """AdamW on one array and on many."""
+    cases, command = load("optim-arrays")
+    names = {"one": "one array, 4096 × 12288", "many": "64 arrays of 1024 × 1024"}
+    rows = []
+    for name, label in names.items():
+        add, optax, own = (cases[f"{mode}:{name}"] for mode in ("add", "optax", "mpx"))
+        times = [f"{record['ms'] * 1e3:.0f} µs" for record in (add, optax, own)]
+        rate = f"{own['bytes'] / own['ms'] / 1e9:.2f} TB/s"
+        rows.append([label, *times, rate, f"{own['ms'] / add['ms']:.2f}"])
+    head = ["", "add", "optax, f32", "`flash_adamw`", "its rate", "× add"]
+    return f"{table(head, rows)}\n\n{command}"
+
+
+def release():
+    """Gradient release of layers in a scan."""
+    cases, command = load("release")
+    rows = []
+    for name in ("scan and remat", "scan"):
+        pair = [cases[f"{name}: {way}"] for way in ("ordinary", "released")]
+        cells = [f"{x[key]:.2f}" for key in ("bytes", "ms") for x in pair]
+        rows.append([name, *cells])
+    head = ["layers", "bytes a parameter", "`release`", "ms", "`release`"]
+    return f"{table(head, rows)}\n\n{command}"
+
+
+def experts():
+    """Groups of tokens, each with its own matrix."""
+    cases, command = load("experts")
+    sizes = {
+        "many experts": "32 experts, 2048 → 1024, 16384 tokens",
+        "large experts": "8 experts, 4096 → 8192, 32768 tokens",
+    }
+    ways = {"ragged_dot, XLA": "`lax.ragged_dot` in bf16, by XLA", "amp": "under `amp`"}
+    rows = []
+    for case, record in cases.items():
+        groups, _, way = case.partition(": ")
+        size, kind = groups.split(", ")
+        if way in ways:
+            share = record["ms"] / cases[f"{groups}: dense, bf16"]["ms"]
+            cells = [f"{sizes[size]}, {kind}", ways[way]]
+            rows.append([*cells, f"{record['ms']:.2f}", f"{share:.2f}"])
+    return f"{table(['', 'way', 'ms', '× dense'], rows)}\n\n{command}"
+
+
+def skipping():
+    """What it costs to check a step and to skip it."""
+    cases, command = load("step-select")
+    labels = {
+        "f16-hand": ("by hand, f16, static scale, no check", "f16-hand"),
+        "f16-hand-check": ("by hand, f16, gradients checked", "f16-hand"),
+        "mpx-f16": ('mpx, f16, `DynamicLossScaling`, `skip="select"`', "f16-hand"),
+        "bf16-hand": ("by hand, bf16, no check", "bf16-hand"),
+        "mpx-bf16": ('mpx, bf16, `skip="select"`', "bf16-hand"),
+    }
+    rows = []
+    for mode, (label, hand) in labels.items():
+        time = cases[mode]["ms"]
+        rows.append([label, f"{time:.2f}", f"{time / cases[hand]['ms']:.3f}"])
+    parts = [table(["a step of ViT-Base", "ms", "× by hand"], rows), command]
+    cases, command = load("optim-select")
+    plain, checked = (cases[f"{x}:gpt-1b"] for x in ("chain", "chain-select"))
+    rows = [["optax, no check", f"{plain['ms']:.2f}", "1.000", "–"]]
+    times = [f"{checked[x]:.2f}" for x in ("ms", "skipped_ms")]
+    share = f"{checked['ms'] / plain['ms']:.3f}"
+    rows.append(['`skip="select"`', times[0], share, times[1]])
+    head = ["an update of 1.1 billion parameters", "ms", "× optax", "skipped, ms"]
+    return "\n\n".join([*parts, table(head, rows), command])
+
+
 PAGES = {
     "README.md": {"first": readme},
     "docs/index.md": {"first": readme},
@@ -415,6 +488,10 @@ PAGES = {
         "logits": logits,
         "optimizers": optimizers,
         "muon": muon,
+        "arrays": arrays,
+        "release": release,
+        "experts": experts,
+        "skipping": skipping,
     },
 }
 
