@@ -53,7 +53,7 @@ def loss(wrap, params, words, after):
     return -jnp.mean(each)
 
 
-def run(step, options, optimizer):
+def run(step, options, optimizer) -> Any:
     """Compiles a step, times it, and returns what it needs."""
     state = tuple(jax.jit(lambda: optimizer.init_from(make_params(options)))())
     count = sum(x.size for x in jax.tree.leaves(state[0]))

@@ -271,6 +271,14 @@ BREAKS = [
         "skipped_step_changes",
     ),
     Break(
+        "of many arrays of one type, the last are not checked",
+        "_jax",
+        "for x in groups.values() for i in range(0, len(x), _JOINED)",
+        "for x in groups.values() for i in range(0, len(x), len(x))",
+        "tree",
+        "arrays_of_one_type",
+    ),
+    Break(
         "updates are added in 16 bits",
         "_updates",
         "wide = at_least_f32(param.dtype)",
@@ -289,8 +297,8 @@ BREAKS = [
     Break(
         "moments are not looked at",
         "_updates",
-        "functools.reduce(jnp.logical_and, part) for part",
-        "part[0] for part",
+        "for x in group[i::each]",
+        "for x in group[i : i + 1]",
         "update",
         "checked_together",
     ),

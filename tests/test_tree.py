@@ -109,12 +109,16 @@ def test_one_bad_number_anywhere_is_found(make, bad):
     assert not mpx.all_finite(tree | {"b": jnp.ones((3, 0)), "d": make(bad)})
 
 
-def test_rows_of_equal_length_are_checked_together_on_one_device(monkeypatch):
+@pytest.mark.parametrize("spoilt", [0, 7, 23, 24, 49])
+def test_arrays_of_one_type_are_checked_together_on_one_device(monkeypatch, spoilt):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    tree = [jnp.ones((4, 3)), jnp.ones((4, 5)), jnp.ones((2, 3))]
-    found = str(jax.make_jaxpr(mpx.all_finite)(tree))
-    assert found.count("reduce_and[axes=(1,)") == 3  # the rows of each
-    assert found.count("reduce_and[axes=(0,)") == 2  # four rows together, and two
+    shapes = [(4, 3)] * 49 + [(3, 4)]
+    tree = [jnp.ones(shape) for shape in shapes]
+    # 24 of the 49 in one kernel; the 50th alone.
+    assert str(jax.make_jaxpr(mpx.all_finite)(tree)).count("reduce_and[") == 4
+    assert mpx.all_finite(tree)
+    tree[spoilt] = tree[spoilt].at[1, 2].set(jnp.nan)
+    assert not mpx.all_finite(tree)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_parameters_of_one_shape_are_checked_together_on_one_device(
     step, state = make_step(optimizer), optimizer.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     traced = str(jax.make_jaxpr(step)(params, state, grads, True))
-    assert traced.count("reduce_and[axes=(1,)") == 3  # with two moments, nine arrays
+    assert traced.count("reduce_and[") == 2  # with two moments, nine arrays and three
     assert np.all(np.asarray(step(params, state, grads, True)[0][spoilt]) != 1)
     grads[spoilt] = grads[spoilt].at[..., 1].set(3e19)  # its square overflows
     before = params, state

@@ -19,6 +19,8 @@ from mpx._jax._formats import is_float_dtype
 
 AxisName = str | tuple[str, ...]
 
+_JOINED = 24  # flags of one kernel: those of eight parameters and their moments
+
 
 def is_array(leaf: object) -> bool:
     """Returns whether `leaf` is a JAX or NumPy array, a NumPy scalar or a tracer."""
@@ -208,14 +210,16 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
 
 def all_true(flags: Sequence[PyTree]) -> Bool[Array, ""]:
     """Returns whether all elements of boolean arrays are true."""
-    # On one device, rows are checked first, and those of one type together: to get a single
-    # flag, XLA starts two kernels for each array. On several devices only flags are sent.
-    is_alone = jax.device_count() == 1
+    # XLA starts two kernels for each array, so on one device arrays of a type are joined. On
+    # several only flags are sent.
     groups: dict[Any, list[Array]] = {}
-    for index, x in enumerate(flags):
-        rows = jnp.all(x, axis=-1 if is_alone and np.ndim(x) > 1 else None)
-        groups.setdefault(jax.typeof(rows) if rows.ndim else index, []).append(rows)
-    checks = [jnp.all(functools.reduce(jnp.logical_and, x)) for x in groups.values()]
+    for index, x in enumerate(map(jnp.asarray, flags)):
+        key = jax.typeof(x) if jax.device_count() == 1 else index
+        groups.setdefault(key, []).append(x)
+    parts = [
+        x[i : i + _JOINED] for x in groups.values() for i in range(0, len(x), _JOINED)
+    ]
+    checks = [jnp.all(functools.reduce(jnp.logical_and, part)) for part in parts]
     # The first that is false. XLA for CPUs would compute a product of all flags again for
     # each array that is selected by it, and compile for minutes; this it computes once.
     return jnp.argmin(jnp.stack([*checks, jnp.array(False)])) == len(checks)

@@ -263,8 +263,8 @@ def _skip(
 def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]:
     """Returns whether every number that was finite still is, in its old dtype.
 
-    On one device a parameter of `like` and the state's arrays of its shape are checked
-    together, where XLA computes them together.
+    A parameter of `like` is followed by the state's arrays of its shape, which XLA computes
+    together with it.
     """
     check_same_structure(after, before, "An update")
     groups: dict[Any, list[Array]] = {}
@@ -274,16 +274,14 @@ def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]
             continue
         # Of a NumPy array of f64 JAX has what f32 holds.
         old, new = jnp.asarray(old), jnp.asarray(new).astype(jnp.result_type(old))
-        flags = is_finite(new) | ~is_finite(old)
-        groups.setdefault(jax.typeof(flags), []).append(flags)
-    shapes = [shape_of(x) for x in jax.tree.leaves(like)]
-    joined = []
+        stays = is_finite(new) | ~is_finite(old)
+        groups.setdefault(stays.shape, []).append(stays)
+    shapes, flags = [shape_of(x) for x in jax.tree.leaves(like)], []
     for group in groups.values():
         # So many parameters have this shape; their arrays come in the order of `like`.
-        each = shapes.count(group[0].shape) if jax.device_count() == 1 else 0
-        parts = [group[i::each] for i in range(each)] if each else [[x] for x in group]
-        joined += [functools.reduce(jnp.logical_and, part) for part in parts if part]
-    return all_true(joined)
+        each = shapes.count(group[0].shape) or 1
+        flags += [x for i in range(each) for x in group[i::each]]
+    return all_true(flags)
 
 
 def together(
