@@ -52,9 +52,9 @@ def load(name):
     return found["cases"], f"`{found['command']}` on one {where}."
 
 
-def table(head, rows):
-    """Returns a table of Markdown; numbers stand at the right of their columns."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+def table(head, rows, texts=1):
+    """Returns a table of Markdown: columns of texts, then of numbers, which are at the right."""
+    lines = [head, [*["---"] * texts, *["---:"] * (len(head) - texts)], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
@@ -443,7 +443,7 @@ def experts():
             share = record["ms"] / cases[f"{groups}: dense, bf16"]["ms"]
             cells = [f"{sizes[size]}, {kind}", ways[way]]
             rows.append([*cells, f"{record['ms']:.2f}", f"{share:.2f}"])
-    return f"{table(['', 'way', 'ms', '× dense'], rows)}\n\n{command}"
+    return f"{table(['', 'way', 'ms', '× dense'], rows, 2)}\n\n{command}"
 
 
 def skipping():
@@ -471,6 +471,28 @@ def skipping():
     return "\n\n".join([*parts, table(head, rows), command])
 
 
+def wire():
+    """The bytes that one of eight devices sends in a gradient step."""
+    cases, command = load("wire")
+    layouts = {"DP": "data parallel", "FSDP×TP": "FSDP × TP (4 × 2)"}
+    low = '`reduce_dtype="compute"`'
+    precisions = {"bf16": f"bf16, {low}", "fp8": f"fp8, {low}"}
+    once = {" ×4 each": "", " ×4 once": ', `axis_name="data"`'}
+    whole, windows = [], []
+    for case, record in cases.items():
+        layout, precision = case.split(" | ")
+        window = next((x for x in once if layout.endswith(x)), "")
+        name = layout.removesuffix(window)
+        row = [layouts.get(name, name), precisions.get(precision, precision)]
+        row[1] += once.get(window, "")
+        row += [record[x] or "–" for x in ("gather", "reduce")]
+        (windows if window else whole).append(row)
+    head = ["layout", "precision", "weights gathered", "gradients reduced"]
+    tables = [table(head, rows, 2) for rows in (whole, windows)]
+    text = "Four microbatches in a window:"
+    return f"{tables[0]}\n\n{text}\n\n{tables[1]}\n\n{command.partition(' on one ')[0]}"
+
+
 PAGES = {
     "README.md": {"first": readme},
     "docs/index.md": {"first": readme},
@@ -485,6 +507,7 @@ PAGES = {
         "layers": fp8_layers,
         "int8": int8,
         "text": text,
+        "wire": wire,
         "logits": logits,
         "optimizers": optimizers,
         "muon": muon,

@@ -3,6 +3,7 @@
     python benchmarks/wire.py                     # everything; about 10 minutes
     python benchmarks/wire.py --only fsdp         # one row of the table
     python benchmarks/wire.py --tiny              # a small model
+    python benchmarks/wire.py --json FILE         # writes what was found, too
 
 The gradient step is compiled for eight H200s, which need not be there, and its collectives
 are read from what the compiler made. Needs Linux and the CUDA plugin of JAX: `make
@@ -166,17 +167,24 @@ def sums(found, sizes):
 
 
 def main():
-    args = measure.read_options(__doc__, "only= tiny")
+    args = measure.read_options(__doc__, "only= tiny json=str")
     sizes = TINY if args.tiny else LLAMA
     print(f"8 × H200 (compiled, not run), jax {jax.__version__}, {sizes}")
     columns = ("gather, GiB", "reduce, GiB", "other, GiB")
     measure.print_head("layout", "precision", *columns, "runs")
+    records = {}
     for case in cases():
         if args.only.lower() in str(case).lower():
             found = collectives(compiled(case, sizes))
             runs = max((x.runs for x in found if x.kind in REDUCTIONS), default=0)
-            names = f"{case.layout}{case.window}", case.precision
-            measure.print_row(*names, *sums(found, sizes), runs)
+            names = [f"{case.layout}{case.window}", case.precision]
+            sent = sums(found, sizes)
+            measure.print_row(*names, *sent, runs)
+            record = dict(zip(("gather", "reduce", "other"), sent, strict=True))
+            more = {"runs": runs, "environment": measure.environment()}
+            records[" | ".join(names)] = [record | more]
+            if args.json:
+                measure.write_json(args.json, records)
 
 
 if __name__ == "__main__":

@@ -868,6 +868,14 @@ BREAKS = [
         "outputs_of_a_mapped_layer",
     ),
     Break(
+        "an activation is computed again for each row and column of codes",
+        "_fp8",
+        "x, one = lax.optimization_barrier(x), jnp.ones((), jnp.float32)",
+        "one = jnp.ones((), jnp.float32)",
+        "fp8_int8",
+        "written_once",
+    ),
+    Break(
         "any sum of a number and tanh becomes 1 + tanh",
         "_amp",
         "found[0] if numbers == [1] else None",

@@ -369,6 +369,23 @@ def test_remat_changes_no_gradient():
     assert_trees_equal(step(plain), step(jax.checkpoint(plain)))
 
 
+@pytest.mark.parametrize("recipe", [Int8(), CurrentScaling(granularity="row")])
+def test_what_is_rounded_twice_is_written_once(recipe):
+    def to_codes(x):
+        spec = MatmulSpec((((1,), (0,)), ((), ())), BF16, 1, recipe)
+        return to_fp8(
+            spec, "activation", jnp.tanh(x), ((1,), (0,)), batch=(), seen=None
+        )
+
+    found = jax.make_jaxpr(to_codes)(jnp.ones((4, 8), BF16)).eqns
+    names = [eqn.primitive.name for eqn in found]
+    (tanh,) = found[names.index("tanh")].outvars
+    readers = [eqn.primitive.name for eqn in found if tanh in eqn.invars]
+    # Rows and columns read what is behind it.
+    assert readers == ["optimization_barrier"]
+    assert names.count("reduce_max") == 2
+
+
 def test_vmap_inside_is_one_matmul():
     p, x = normal(0, 32, 32, dtype=BF16), normal(1, 4, 16, 32, dtype=BF16)
     mapped = everywhere(lambda p, x: jax.vmap(lambda x: x @ p)(x), Int8())

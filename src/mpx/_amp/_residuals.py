@@ -169,9 +169,7 @@ _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min reduce_prod"))
 _JOINED = {"mul": 4, "div": 4, "and": 4, "or": 4}
 _SMALL = 8  # A value is small beside one that has so many times more numbers.
 _DEEPEST = 100  # equations between a root and a value
-_TOGETHER = (
-    8  # arrays that are waited for at once: it takes a kernel, and a copy of a weight
-)
+_TOGETHER = 8  # So many arrays are waited for at once: that takes a kernel.
 
 
 class Known(NamedTuple):
