@@ -483,9 +483,9 @@ def wire():
         layout, precision = case.split(" | ")
         window = next((x for x in once if layout.endswith(x)), "")
         name = layout.removesuffix(window)
-        row = [layouts.get(name, name), precisions.get(precision, precision)]
-        row[1] += once.get(window, "")
-        row += [record[x] or "–" for x in ("gather", "reduce")]
+        label = precisions.get(precision, precision) + once.get(window, "")
+        sent = [record[x] or "–" for x in ("gather", "reduce")]
+        row = [layouts.get(name, name), label, *sent]
         (windows if window else whole).append(row)
     head = ["layout", "precision", "weights gathered", "gradients reduced"]
     tables = [table(head, rows, 2) for rows in (whole, windows)]
