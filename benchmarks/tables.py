@@ -483,7 +483,7 @@ def wire():
         layout, precision = case.split(" | ")
         window = next((x for x in once if layout.endswith(x)), "")
         name = layout.removesuffix(window)
-        label = precisions.get(precision, precision) + once.get(window, "")
+        label = f"{precisions.get(precision, precision)}{once.get(window, '')}"
         sent = [record[x] or "–" for x in ("gather", "reduce")]
         row = [layouts.get(name, name), label, *sent]
         (windows if window else whole).append(row)
