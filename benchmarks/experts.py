@@ -1,7 +1,8 @@
 """What a layer of experts costs: `lax.ragged_dot` by XLA and in a grouped kernel.
 
-    python benchmarks/experts.py              # a Hopper GPU; about 2 minutes
-    python benchmarks/experts.py --tiny       # try the script on a CPU
+    python benchmarks/experts.py               # a Hopper GPU; about 3 minutes
+    python benchmarks/experts.py --sizes large --kinds uneven
+    python benchmarks/experts.py --sizes tiny  # try the script on a CPU
 
 Each result is compared with f32 products of each expert alone before it is timed. A time is
 that of many calls in a row, which do not wait for each other.
@@ -31,10 +32,10 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "many experts": Size(16384, 2048, 1024, 32),
-    "large experts": Size(32768, 4096, 8192, 8),
+    "many": Size(16384, 2048, 1024, 32),
+    "large": Size(32768, 4096, 8192, 8),
+    "tiny": Size(256, 128, 128, 4),
 }
-TINY = {"tiny": Size(256, 128, 128, 4)}
 
 
 def group_sizes(size, kind):
@@ -143,12 +144,15 @@ def compare(name, size, kind, repeats):
 
 
 def main():
-    options = measure.read_options(__doc__, "tiny json=str")
+    options = measure.read_options(
+        __doc__, "sizes=many,large kinds=even,uneven json=str"
+    )
     print(measure.environment())
     right, runs = True, {}
-    for name, size in (TINY if options.tiny else SIZES).items():
-        for kind in ("even", "uneven"):
-            good, records = compare(name, size, kind, 2 if options.tiny else 50)
+    for name, size in measure.pick(SIZES, options.sizes).items():
+        for kind in options.kinds:
+            repeats = 2 if name == "tiny" else 50
+            good, records = compare(f"{name} experts", size, kind, repeats)
             right, runs = right and good, runs | records
             if options.json:
                 measure.write_json(options.json, runs)

@@ -273,8 +273,8 @@ BREAKS = [
     Break(
         "of many arrays of one type, the last are not checked",
         "_jax",
-        "for x in groups.values() for i in range(0, len(x), _JOINED)",
-        "for x in groups.values() for i in range(0, len(x), len(x))",
+        "for i in range(0, len(group), count):",
+        "for i in range(0, len(group), len(group)):",
         "tree",
         "arrays_of_one_type",
     ),

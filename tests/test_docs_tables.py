@@ -5,6 +5,7 @@ import inspect
 import json
 import pathlib
 import re
+import statistics
 import sys
 
 import equinox as eqx
@@ -128,6 +129,26 @@ def test_tables_of_figures_are_those_of_the_runs(name, monkeypatch):
     assert tables.fill(page, tables.PAGES[name]) == page
     with pytest.raises(ValueError, match="The page has no lines <!-- "):
         tables.fill("# Nothing here", tables.PAGES[name])
+
+
+def test_models_of_other_people_train_as_in_f32(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("tables")
+    claim = "the mean of every mode of mpx is within the spread of the seeds of f32"
+    assert claim in (ROOT / "docs" / "performance.md").read_text("utf-8")
+    compared = 0
+    for model in tables.UNTOUCHED:
+        modes, _ = tables.of_model(model)
+        losses = [
+            list(record["losses"].values())
+            for mode, record in modes.items()
+            if mode != "own" and record["losses"]
+        ]
+        for found in losses[1:]:  # beside those of f32
+            apart = abs(statistics.mean(found) - statistics.mean(losses[0]))
+            assert apart <= max(losses[0]) - min(losses[0]), model
+            compared += 1
+    assert compared > 30
 
 
 def test_every_result_names_its_command_and_machine():

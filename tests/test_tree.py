@@ -122,6 +122,16 @@ def test_arrays_of_one_type_are_checked_together_on_one_device(monkeypatch, spoi
 
 
 @pytest.mark.parametrize(
+    ("rows", "kernels"), [(0, 1), (512, 1), (1024, 2), (2048, 3), (8192, 5)]
+)
+def test_large_arrays_are_checked_alone(monkeypatch, rows, kernels):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    tree = [jax.ShapeDtypeStruct((rows, 1024), jnp.float32)] * 5
+    found = str(jax.make_jaxpr(mpx.all_finite)(tree)).count("reduce_and[")
+    assert found == kernels
+
+
+@pytest.mark.parametrize(
     "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
 )
 def test_nan_of_eight_bits_is_found(dtype):

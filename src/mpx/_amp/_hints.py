@@ -117,7 +117,7 @@ def run_pointwise(jaxpr: Jaxpr, *args: PyTree) -> Values:
             if eqn.primitive.name == "tanh" and values[0].dtype == F32:
                 angles[eqn.outvars[0]] = values[0]
             if (angle := _angle_of_sum(eqn, angles)) is not None:
-                # It cancels nothing, either.
+                # Shorter, and 1 does not cancel most of a tanh near -1.
                 return [2 * lax.logistic(2 * angle)]
             return eval_equation(eqn, values)
 

@@ -19,7 +19,9 @@ from mpx._jax._formats import is_float_dtype
 
 AxisName = str | tuple[str, ...]
 
-_JOINED = 24  # flags of one kernel: those of eight parameters and their moments
+# Flags of one kernel, and how many numbers they may have: those of eight parameters and
+# their moments. Large arrays are read faster alone.
+_JOINED, _JOINED_SIZE = 24, 2**22
 
 
 def is_array(leaf: object) -> bool:
@@ -210,16 +212,18 @@ def all_finite(tree: PyTree, *, axis_name: AxisName | None = None) -> Bool[Array
 
 def all_true(flags: Sequence[PyTree]) -> Bool[Array, ""]:
     """Returns whether all elements of boolean arrays are true."""
-    # XLA starts two kernels for each array, so on one device arrays of a type are joined. On
-    # several only flags are sent.
+    # XLA starts two kernels for each array, so on one device small arrays of a type are
+    # joined. On several only flags are sent.
     groups: dict[Any, list[Array]] = {}
     for index, x in enumerate(map(jnp.asarray, flags)):
         key = jax.typeof(x) if jax.device_count() == 1 else index
         groups.setdefault(key, []).append(x)
-    parts = [
-        x[i : i + _JOINED] for x in groups.values() for i in range(0, len(x), _JOINED)
-    ]
-    checks = [jnp.all(functools.reduce(jnp.logical_and, part)) for part in parts]
+    checks = []
+    for group in groups.values():
+        count = min(_JOINED, max(_JOINED_SIZE // max(group[0].size, 1), 1))
+        for i in range(0, len(group), count):
+            both = functools.reduce(jnp.logical_and, group[i : i + count])
+            checks.append(jnp.all(both))
     # The first that is false. XLA for CPUs would compute a product of all flags again for
     # each array that is selected by it, and compile for minutes; this it computes once.
     return jnp.argmin(jnp.stack([*checks, jnp.array(False)])) == len(checks)
