@@ -72,7 +72,7 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    help = "run one case in this many of each file, and all that are marked `slow`"
+    help = "run one case in this many, and all that are marked `slow`"
     parser.addoption("--thin", type=int, default=1, help=help)
     help = "run all combinations of parameters, and more random cases"
     parser.addoption("--exhaustive", action="store_true", help=help)
@@ -137,18 +137,8 @@ def _sums(items):
 
 
 def _thin(config, items, step):
-    files = {}
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            files.setdefault(item.path, []).append(item)
-    left_out = {
-        item
-        for path, cases in files.items()
-        # Not always the first case: that is often the simplest.
-        for index, item in enumerate(cases, start=zlib.crc32(path.stem.encode()))
-        if index % min(step, len(cases))
-    }
-    _keep(config, items, set(items) - left_out)
+    cases = [item for item in items if item.get_closest_marker("slow") is None]
+    _keep(config, items, set(items) - (set(cases) - set(cases[::step])))
 
 
 def _shuffle(items, seed):
