@@ -910,10 +910,18 @@ BREAKS = [
     Break(
         "weights of attention become 8-bit codes",
         "_amp",
-        "if self._makes(root) in _WEIGHTS:",
+        "if root in self._relative:",
         "if False:",
         "amp_residuals",
         "not_fused",
+    ),
+    Break(
+        "a derivative divides by 8-bit codes",
+        "_amp",
+        "if name in _DIVISORS:\n            divisor",
+        "if False:\n            divisor",
+        "amp_residual_ratios",
+        "int8",
     ),
     Break(
         "variances become codes, and small ones 0",
@@ -932,12 +940,12 @@ BREAKS = [
         "order_of_numbers",
     ),
     Break(
-        "exp is computed again from coded scores",
+        "a divisor is the cosine of a code",
         "_amp",
-        "sin cos square iota",
-        "sin cos square iota exp",
-        "amp_residuals",
-        "exp_is_kept",
+        "keeps = name in _RATIOS and",
+        "keeps =",
+        "amp_residual_ratios",
+        "cosine",
     ),
     # --- inspect -----------------------------------------------------------------------
     Break(

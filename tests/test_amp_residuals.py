@@ -741,15 +741,22 @@ def normed(p, x):
     return jnp.sum(jnp.tanh((x - mean[:, None]) * scale[:, None] * p[None]))
 
 
+def times_variance(scale, x):
+    mean, square = jnp.mean(x, axis=-1), jnp.mean(x**2, axis=-1)
+    return jnp.sum(scale[None] * x * ((square - mean**2) ** 2)[:, None])
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("func", [normed, times_variance])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_variances_are_kept(on_gpu, monkeypatch):
+def test_variances_are_kept(func, on_gpu, monkeypatch):
     if on_gpu:  # there a barrier stands between a mean and what reads it
         monkeypatch.setattr("mpx._amp._hints.cuda_capability", lambda: (9, 0))
     # Rows of very different sizes lie in one block of variances.
     sizes = 2.0 ** (np.arange(4096) % 16 - 8)
     x = normal(0, 4096, 64) * jnp.asarray(sizes, jnp.float32)[:, None]
     plain, coded = (
-        jax.jit(jax.grad(amp(normed, residuals=kept), argnums=1))(jnp.ones(64), x)
+        jax.jit(jax.grad(amp(func, residuals=kept), argnums=1))(jnp.ones(64), x)
         for kept in (None, "int8")
     )
     apart = np.linalg.norm(coded - plain, axis=1) / np.linalg.norm(plain, axis=1)

@@ -155,9 +155,14 @@ _AGAIN = _SIGNED.union(
     names("add sub mul div abs select_n clamp tanh logistic erf sin cos square iota"),
     names("integer_pow and or not xor one_minus_square add_any"),
 )
+# Their results are relatively as exact as their operand.
+_RATIOS = _SIGNED.union(names("mul div abs tanh erf square integer_pow"))
 _CODED = _AGAIN.union(queries.MATMULS, names("sqrt gather dynamic_slice"))
-# Small results matter beside large ones, as the weights of a softmax do: kept as bf16.
+# Small results matter beside large ones, as the weights of a softmax do.
 _WEIGHTS = frozenset(names("exp exp2 expm1"))
+# The position of an operand by which they, or their derivatives, divide.
+_DIVISORS = {"div": 1, "log": 0, "sqrt": 0, "rsqrt": 0}
+_STEEP = frozenset(names("log1p atanh"))  # Theirs divide by a distance from 1.
 # Their derivatives ask which number is the largest.
 _ORDERED = frozenset(
     names(
@@ -193,9 +198,12 @@ class Search:
         self._known: dict[Any, Known] = dict.fromkeys(jaxpr.constvars, Known())
         self._zeros: set[Any] = set()
         self._compared: set[Any] = set()  # Their signs are asked: they are roots.
-        self._ordered: set[Any] = (
-            set()
-        )  # Their order is asked: they are kept as they are.
+        self._ordered: set[Any] = set()  # They are kept as they are.
+        # Something divides by them, or by what is computed from them, so small numbers must
+        # be as exact as large ones: they are kept as bf16.
+        self._relative: set[Any] = set()
+        for eqn in reversed(jaxpr.eqns):
+            self._mark(eqn)
         for eqn in jaxpr.eqns:
             name, is_zero = eqn.primitive.name, [*map(self._is_zero, eqn.invars)]
             if name in ("broadcast_in_dim", "convert_element_type") and is_zero[0]:
@@ -211,6 +219,18 @@ class Search:
         for var, eqn in self.maker.items():
             self._known[var] = self._follow(eqn, var)
 
+    def _mark(self, eqn: Equation) -> None:
+        """Finds divisors, from the last equation to the first."""
+        name, read = eqn.primitive.name, {*filter(_is_var, eqn.invars)}
+        for marked in (self._relative, self._ordered):
+            if name in _AGAIN and not marked.isdisjoint(eqn.outvars):
+                marked |= read
+        if name in _DIVISORS:
+            divisor = eqn.invars[_DIVISORS[name]]
+            self._relative.update(x for x in read if x is divisor)
+        self._relative.update(eqn.outvars if name in _WEIGHTS else ())
+        self._ordered.update(read if name in _STEEP else ())
+
     def roots(self, wanted: Sequence[Any]) -> list[Any]:
         """Returns what to keep so that values can be computed again."""
         return [*dict.fromkeys(x for atom in wanted for x in self._read(atom).roots)]
@@ -219,7 +239,7 @@ class Search:
         """Returns the value of a root, and the form in which it is kept."""
         if self._known[root].is_exact:
             return x, x
-        if self._makes(root) in _WEIGHTS:
+        if root in self._relative:
             low = _once(x).astype(jnp.bfloat16)
             return x, Coded(lax.bitcast_convert_type(low, jnp.uint16), None)
         peak = peaks(_once(x))
@@ -243,10 +263,12 @@ class Search:
         name = self._makes(var)
         is_coded = not (is_param or is_reduced) and _can_code(var.aval)
         is_coded &= var not in self._ordered
+        if is_coded and var in self._relative:
+            is_coded = var.aval.dtype == F32
+        elif is_coded and name:
+            is_coded = name in _CODED
         if is_coded and name:
-            is_wide = name in _WEIGHTS and var.aval.dtype == F32
-            is_coded = is_wide or name in _CODED
-            is_coded &= _EXACT not in compat.scopes_of(self.maker[var])
+            is_coded = _EXACT not in compat.scopes_of(self.maker[var])
         return Known((var,), is_param, not is_coded, True, is_reduced)
 
     def _makes(self, var: Any) -> str:
@@ -270,12 +292,17 @@ class Search:
         is_signed &= len(roots) == 1
         depth, is_step = 1 + max((x.depth for x in read), default=0), name in _STEPS
         large = [x for x in roots if x.aval.size * _SMALL > var.aval.size]
+        divides = not read[1].is_exact if name == "div" else _is_inverse(eqn)
+        if divides and not is_exact:
+            self._relative.add(var)
+            return self._root(var, is_param, is_reduced)
+        keeps = name in _RATIOS and is_signed and roots[0] in self._relative
         if (
             len(large) > _JOINED.get(name, 1)
             or depth > _DEEPEST
             # A comparison is one byte, also where it is made of random bits.
             or (is_step and (large if is_exact else not is_signed))
-            or (name == "div" and not read[1].is_exact)
+            or (var in self._relative and not (is_exact or keeps))
             or (var in self._compared and roots and not is_signed)
             or (var in self._ordered and not is_exact)
         ):
@@ -286,6 +313,10 @@ class Search:
 
 def _is_var(atom: Any) -> bool:
     return not isinstance(atom, Literal)
+
+
+def _is_inverse(eqn: Equation) -> bool:
+    return eqn.primitive.name == "integer_pow" and eqn.params["y"] < 0
 
 
 def _can_code(aval: Aval) -> bool:
@@ -559,13 +590,25 @@ def _is_plain(eqn: Equation) -> bool:
 
 
 def _jumps(eqn: Equation) -> bool:
-    """Returns whether a body compares large arrays; softmax has a largest of -inf and them."""
+    """Returns whether a body compares large arrays, or divides by them.
+
+    Softmax has a largest of -inf and them, and divides by sums.
+    """
     is_inf = lambda x: not (_is_var(x) or np.all(np.isfinite(x.val)))  # noqa: E731
     is_large = lambda x: _is_float(x.aval) and x.aval.size >= _LEAST  # noqa: E731
-    found = (x for x in queries.equations(eqn) if x.primitive.name in _JUMPS)
-    return any(
-        any(map(is_large, x.invars)) and not any(map(is_inf, x.invars)) for x in found
-    )
+    spread: set[Any] = set()
+    for x in queries.equations(eqn):
+        name, read = x.primitive.name, x.invars
+        if name == "broadcast_in_dim" and read[0].aval.size < x.outvars[0].aval.size:
+            spread.update(x.outvars)
+        if name in _DIVISORS or _is_inverse(x):
+            read = [read[_DIVISORS.get(name, 0)]]
+            read = [x for x in read if _is_var(x) and x not in spread]
+        elif name not in _JUMPS or any(map(is_inf, read)):
+            continue
+        if any(map(is_large, read)):
+            return True
+    return False
 
 
 def _is_float(x: Any) -> bool:
