@@ -204,6 +204,33 @@ def test_devices_decide_together_whether_a_step_overflows(check_vma):
     assert_trees_equal(step(*good, grads.at[3].set(3e19)), good)
 
 
+@pytest.mark.parametrize("make", [optax.adam, mpx.optim.flash_adamw])
+def test_devices_with_different_flags_skip_together(make):
+    two = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("x",), devices=two, axis_types=(AxisType.Auto,))
+    optimizer, params = make(0.1), jnp.ones((4, 64))
+    state = optimizer.init(params)
+    specs = jax.tree.map(lambda x: P("x") if jnp.ndim(x) else P(), state)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("x"), specs, P("x")),
+        out_specs=(P("x"), specs),
+        check_vma=False,
+    )
+    def step(params, state, finite):
+        grads = jnp.ones_like(params)
+        return mpx.optimizer_update(
+            params, optimizer, state, grads, finite[0], axis_name="x"
+        )
+
+    assert_trees_equal(step(params, state, jnp.array([True, False])), (params, state))
+    after, _ = step(params, state, jnp.array([True, True]))
+    assert jnp.all(after < params)
+
+
 # --- Dtypes ---------------------------------------------------------------------------
 
 

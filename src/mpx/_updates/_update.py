@@ -142,7 +142,7 @@ def optimizer_update(
         given = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
         flag = as_flag(grads_finite, "grads_finite")
         check_choice(skip, "skip", get_args(Skip))
-        flag = None if skip == "never" else flag
+        flag = None if skip == "never" else together(flag, flag, axis_name)
         return tuple(own_step(model, optimizer_state, grads, finite=flag, **given))
     warn_of_lost_updates(model, grads, optimizer_state)
 
