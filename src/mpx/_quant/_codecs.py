@@ -420,7 +420,7 @@ def place(codec: BitDelta | UlpFraction, param: Array, random: Array) -> Array:
     # What lies half-way may be rounded to the neighbour. Below a power of two the interval
     # has half the width.
     inside = _pattern(weight.astype(param.dtype)) == _pattern(param)
-    code = jnp.where(inside, code, lax.div(code, 2))
+    code = jnp.where(inside, code, lax.div(code, np.int32(2)))
     mantissa, bias = _LAYOUT[np.dtype(param.dtype)]
     exponent = (_pattern(param) & 0x7FFF) >> mantissa
     is_normal = (exponent > 0) & (exponent <= 2 * bias)

@@ -118,7 +118,7 @@ class Chunks:
         if not rest:
             return carry, ys
         last = jax.tree.map(lambda x: x[whole], xs)
-        carry, y = step(carry, last, whole * self.size, rest)
+        carry, y = step(carry, last, np.int32(whole * self.size), rest)
         join = lambda ys, y: jnp.concatenate([ys, y[None]])  # noqa: E731
         return carry, jax.tree.map(join, ys, y)
 
@@ -226,7 +226,7 @@ def _place(
     chunks: Chunks, start: ArrayLike, size: int
 ) -> tuple[tuple[int, ...], tuple[ArrayLike, ...]]:
     """Returns the shape and the position of kept logits: where their gradient goes."""
-    shape, position = (chunks.kept // chunks.words, size), (0, start)
+    shape, position = (chunks.kept // chunks.words, size), (np.int32(0), start)
     return (shape[::-1], position[::-1]) if chunks.axis == 0 else (shape, position)
 
 
