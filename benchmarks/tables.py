@@ -538,7 +538,9 @@ def fill(text, tables):
         if not all(mark in text for mark in marks):
             raise ValueError(f"The page has no lines {' and '.join(marks)}.")
         pattern = re.escape(marks[0]) + ".*?" + re.escape(marks[1])
-        block = f"{marks[0]}\n\n{make()}\n\n{marks[1]}"
+        # Several commands in a row name their machine once.
+        found = re.sub(r" on one ([^`\n]+)\. (?=`[^`]+` on one \1\.)", ", ", make())
+        block = f"{marks[0]}\n\n{found}\n\n{marks[1]}"
         text = re.sub(pattern, lambda _, block=block: block, text, flags=re.DOTALL)
     return text
 
