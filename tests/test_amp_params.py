@@ -234,6 +234,9 @@ FOLLOWS = {
     "by themselves": lambda: jax.make_jaxpr(
         amp(lambda w, x, b: x @ w + b, params=(0, "b"))
     )(LAYER.weight, X, LAYER.bias),
+    "the frozen part": lambda: jax.make_jaxpr(
+        jax.grad(amp(lambda p, q, x: jnp.sum(eqx.combine(p, q)(x))))
+    )(*eqx.partition(LAYER, Layer(True, False)), X),  # pyright: ignore[reportArgumentType]
     "a scan over layers": lambda: jax.make_jaxpr(
         amp(lambda tree, x: lax.scan(lambda x, p: (apply(p, x), None), x, tree)[0])
     )(jax.tree.map(lambda leaf: leaf[None], TREE), X),
@@ -250,6 +253,32 @@ def test_bias_of_an_nnx_module_follows_as_argument_and_as_function():
     model = NnxLayer()
     for func in (lambda x: amp(model)(x), lambda x: amp(lambda m, x: m(x))(model, x)):
         assert dtypes_of(func, X) == ["bfloat16"]
+
+
+def test_a_batch_of_the_same_structure_is_no_part_of_the_model():
+    def func(p, batch):
+        return batch["bias"] @ p["weight"] + batch["weight"]
+
+    batch = {"weight": W[0, :1], "bias": X}
+    assert dtypes_of(amp(func), TREE, batch) == ["float32"]
+    # Where one of them has a hole, the other is not all that is missing.
+    assert dtypes_of(amp(func), TREE | {"bias": None}, batch) == ["float32"]
+
+
+def test_report_of_a_partitioned_model_counts_the_gradients_of_the_trained_part():
+    names = ("weight", "bias")
+    trained, frozen = (
+        {x: TREE[x] if x == kept else None for x in names} for kept in names
+    )
+    func = lambda p, q, x: jnp.sum(apply(eqx.combine(p, q), x) ** 2)  # noqa: E731
+    reports = [
+        mpx.inspect.report(amp(func), *parts, X)
+        for parts in ((trained, frozen), (frozen, trained))
+    ]
+    passes = [[row.place.backward for row in report.matmuls] for report in reports]
+    assert passes == [[False, True], [False]]
+    places = [report.matmuls[0].place.param for report in reports]
+    assert places == ["p/weight", "q/weight"]
 
 
 def test_bias_that_may_be_an_input_does_not_follow():

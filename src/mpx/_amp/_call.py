@@ -340,7 +340,8 @@ def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
     """Returns the names of the arrays of a call, and which of them are parameters.
 
     Without a choice of the user's these are the arrays that the function itself holds;
-    else the first argument that is a container. An array by itself may be an input.
+    else the first argument that is a container, and the other parts of a partitioned model.
+    An array by itself may be an input.
     """
     func, args, kwargs = call
     names = argument_names(func, len(args))
@@ -353,6 +354,7 @@ def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
         for name, leaf in flatten_with_names(tree, argument)[0]
         if is_array(leaf)
     ]
+    given = dict(trees)
     if visitor.params is not None:
         params = param_arguments(names, [*names, *kwargs], visitor.params)
     elif any([not name.argument for name in named]):
@@ -364,8 +366,23 @@ def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
             place = {name: i for i, name in enumerate([*order, *sorted(kwargs)][::-1])}
             params.sort(key=lambda x: -place[x])
         params = (params or (names if visitor.takes_bare_params else []))[:1]
+        params += [
+            x for x, tree in trees if params and completes(tree, given[params[0]])
+        ]
     held = ("", *params)
     return [(name, name.argument in held and not is_state(name)) for name in named]
+
+
+def completes(tree: PyTree, other: PyTree) -> bool:
+    """Returns whether two trees are parts of one, as those of `eqx.partition`."""
+    if is_array(tree) or is_array(other):
+        return False
+    one, two = (jax.tree.flatten(x, is_leaf=lambda x: x is None) for x in (tree, other))
+    if one[1] != two[1]:
+        return False
+    pairs = [*zip(one[0], two[0], strict=True)]
+    is_part = all(x is None or y is None for x, y in pairs)
+    return is_part and all(any(is_array(x[i]) for x in pairs) for i in (0, 1))
 
 
 def _call_with_nnx(

@@ -123,8 +123,8 @@ def fp8(
             `"current"`, `"delayed"`, `"mxfp8"`, `"int8"` or `"nvfp4"`.
         params: The position or the name of the argument that holds the parameters, or
             several. Arrays inside `func` itself are parameters, too. By default these, the
-            `nnx.Param`s of NNX modules, the first argument that is a container, or the
-            first argument.
+            `nnx.Param`s of NNX modules, the first argument that is a container with the
+            other parts of `eqx.partition`, or the first argument.
         keep: What else stays as it is: a regular expression for paths of parameters such
             as `layers/0/w` and for paths of `jax.named_scope`s, a module type, a predicate
             of a matmul as `mpx.inspect.report` lists it, or a list of these.

@@ -9,7 +9,7 @@ import jax
 from jax.stages import Wrapped
 from jaxtyping import PyTree
 
-from mpx._amp._call import flat_call, under_amp
+from mpx._amp._call import completes, flat_call, under_amp
 from mpx._amp._facts import Recording, recorded
 from mpx._casting._context import argument_names, gradient_function
 from mpx._casting._keep import FP8_SCOPE
@@ -48,12 +48,14 @@ class Program(NamedTuple):
     # The positions of the parameters: the floating arrays of the function itself if it is
     # a module, else of the first argument that is no loss scaling and no state of fp8
     params: list[int]
+    frozen: list[int]  # those of the other parts of a partitioned model
     recording: Recording  # what `amp` and `fp8` decided
 
     @property
     def known(self) -> list[Name]:
         """The name of each argument that is a parameter; `None` for the others."""
-        return [name if i in self.params else None for i, name in enumerate(self.names)]
+        held = {*self.params, *self.frozen}
+        return [name if i in held else None for i, name in enumerate(self.names)]
 
     @property
     def has_loss(self) -> bool:
@@ -135,8 +137,15 @@ def program(
         is_param and name.argument in chosen if chosen else name.argument == first
         for name, is_param in found
     ]
-    params = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
-    return Program(jaxpr, arrays, [name for name, _ in found], params, recording)
+    given = dict(zip(named, args, strict=True))
+    trained = [x for x in named if x in chosen][:1]
+    parts = {x for x in chosen for y in trained if completes(given.get(x), given[y])}
+    held = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
+    frozen = [i for i in held if found[i][0].argument in parts]
+    params = [i for i in held if i not in frozen]
+    return Program(
+        jaxpr, arrays, [name for name, _ in found], params, frozen, recording
+    )
 
 
 def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
