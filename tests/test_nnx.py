@@ -356,6 +356,56 @@ def test_parameters_shared_by_two_differentiated_modules_get_one_gradient(batch)
     assert_trees_equal(result.grads, expected)
 
 
+# --- Chosen variables -----------------------------------------------------------------
+
+
+def adapted(dtype=jnp.float32):
+    """A linear layer that is frozen, with an adapter of low rank that is trained."""
+    rngs = nnx.Rngs(0)
+    model = nnx.LoRALinear(
+        4, 2, lora_rank=3, rngs=rngs, param_dtype=dtype, lora_param_dtype=jnp.float32
+    )
+    model.lora.lora_b[...] = normal(2, 3, 2)
+    return model
+
+
+def squared(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+ADAPTER = nnx.DiffState(0, nnx.LoRAParam)
+
+
+@pytest.mark.parametrize("argnums", [ADAPTER, (ADAPTER, 1)])
+def test_diff_state_chooses_what_is_differentiated(argnums, batch):
+    expected = nnx.value_and_grad(squared, argnums=argnums)(adapted(), batch[0])
+    step = mpx.value_and_grad(squared, argnums=argnums, policy=POLICIES["f32"])
+    result = step(NoLossScaling(), adapted(), batch[0])  # pyright: ignore[reportCallIssue]
+    assert_trees_equal((result.value, result.grads), expected)
+    assert len(jax.tree.leaves(result.grads)) == 2 + isinstance(argnums, tuple)
+
+
+def test_adapter_of_16_bit_weights_is_trained_alone_and_without_a_warning(batch):
+    model, before = adapted(jnp.bfloat16), state_of(adapted(jnp.bfloat16))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    take = mpx.accumulate(mpx.amp(squared, "f16"), 2, argnums=ADAPTER)
+    result = take(DynamicLossScaling.pow2(2.0**8), model, batch[0])  # pyright: ignore[reportCallIssue]
+    mpx.optimizer_update(model, optimizer, None, result.grads, result.finite)
+    changed = jax.tree.map(lambda x, y: bool(jnp.any(x != y)), state_of(model), before)
+    names = {
+        "/".join(map(str, p)) for p, x in nnx.to_flat_state(changed) if x.get_value()
+    }
+    assert names == {"lora/lora_a", "lora/lora_b"}
+
+
+def test_diff_state_of_something_else_is_refused(batch):
+    step = mpx.value_and_grad(
+        lambda w, x: jnp.sum(x @ w), argnums=ADAPTER, policy="bf16"
+    )
+    with pytest.raises(TypeError, match="DiffState.*`w` holds none"):
+        step(NoLossScaling(), jnp.ones((4, 2)), batch[0])  # pyright: ignore[reportCallIssue]
+
+
 def test_parameter_that_is_also_in_a_frozen_module_is_refused(batch):
     def loss(model, encoder, x):
         return jnp.mean(model(x) ** 2) + jnp.mean(encoder(x) ** 2)

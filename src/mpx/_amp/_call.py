@@ -395,7 +395,7 @@ def _call_with_nnx(
 
     `plain` holds the function and all arguments, with slots for the objects.
     """
-    split = _nnx.split(objects, ())
+    split = _nnx.split(objects, {})
 
     def pure(state: PyTree, plain: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
         merged = _nnx.merge(split._replace(rest=state))
@@ -443,7 +443,7 @@ def flat_call(
     """Returns the arrays of a call, and what makes the call of a visitor and such arrays."""
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
-    split = _nnx.split(objects, ()) if objects else None
+    split = _nnx.split(objects, {}) if objects else None
     state = split.rest if split is not None else None
     arrays, put_back = _take_arrays(
         (plain, state), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct)

@@ -121,8 +121,9 @@ def amp(
         params: The position or the name of the argument that holds the parameters, or
             several. By default the arrays that the function itself holds, as a module or a
             method of one; the `nnx.Param`s of NNX modules; else the first argument that is
-            a container, and the other parts of `eqx.partition`. Biases and scales among them take the dtype of the activations that
-            they meet; those of 16 bits are storage and are read as f32.
+            a container, and the other parts of `eqx.partition`. Biases and scales among them
+            take the dtype of the activations that they meet; those of 16 bits are storage
+            and are read as f32.
         keep: What runs as it is written: a regular expression for paths of parameters
             such as `layers/0/norm/weight` (their matmuls) and for paths of
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls

@@ -60,7 +60,7 @@ class Call:
         func: Callable[..., PyTree],
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
-        argnums: tuple[int, ...],
+        chosen: Sequence[tuple[int, PyTree]],
         policy: Policy | None,
         *,
         scales: PyTree = None,
@@ -71,7 +71,9 @@ class Call:
             f"{name}[{number}]" if name in kwargs else name
             for number, name in enumerate(argument_names(original(func), len(args)))
         ]
-        self._diff_names = [self._names[i] for i in _positions(argnums, len(args))]
+        positions = _positions([argnum for argnum, _ in chosen], len(args))
+        self._diff_names = [self._names[i] for i in positions]
+        filters = dict(zip(self._diff_names, (x for _, x in chosen), strict=True))
         self._static, self._objects = {}, {}
         # Keywords as `jax.jit` hands them on.
         keywords = dict(sorted(kwargs.items()))
@@ -90,8 +92,15 @@ class Call:
         self._split, params, rest = None, {}, None
         if self._objects:
             slots = [leaf for leaf in jax.tree.leaves(static) if _nnx.is_slot(leaf)]
-            self._split = _nnx.split(self._objects, tuple(slot.name for slot in slots))
+            wanted = {slot.name: filters[slot.name.argument] for slot in slots}
+            self._split = _nnx.split(self._objects, wanted)
             params, rest = self._split.params, self._split.rest
+        for name, found in filters.items():
+            if found is not None and not any(x.argument == name for x in self._objects):
+                raise TypeError(
+                    f"`nnx.DiffState` chooses variables of an NNX module, but `{name}` "
+                    "holds none. Pass its position alone."
+                )
         diff = _fill_slots(arrays, static, params)
         for name, tree in diff.items():
             if not jax.tree.leaves(tree):

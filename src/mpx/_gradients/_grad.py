@@ -13,13 +13,13 @@ from mpx._casting._policy import Policy, as_policy
 from mpx._gradients._step import GradOptions, GradResult, Scaling, Step
 from mpx._jax._arguments import (
     as_count,
-    as_counts,
     check_axis_name,
     check_bool,
     check_function,
 )
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import parse_float_dtype
+from mpx._jax._nnx import DiffState
 from mpx._jax._tree import AxisName, cast_floating
 from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
@@ -28,6 +28,9 @@ P = ParamSpec("P")
 Params = TypeVar("Params", bound=Any)
 Taking = Callable[Concatenate[Scaling, P], GradResult[Any, Scaling]]
 """A function of a loss scaling and the arguments of the loss."""
+
+
+Argnums = int | DiffState | Sequence[int | DiffState]
 
 
 class GradKeywords(TypedDict, total=False):
@@ -42,7 +45,7 @@ class GradKeywords(TypedDict, total=False):
 class ArgnumKeywords(GradKeywords, total=False):
     """The same, and which arguments to differentiate."""
 
-    argnums: int | Sequence[int]
+    argnums: Argnums
 
 
 @overload
@@ -66,7 +69,7 @@ def value_and_grad(
 def value_and_grad(
     func: Callable[..., PyTree] | None = None,
     *misplaced: object,
-    argnums: int | Sequence[int] = 0,
+    argnums: Argnums = 0,
     has_aux: bool = False,
     policy: Policy | str | None = None,
     grad_dtype: DTypeLike | None = None,
@@ -93,7 +96,8 @@ def value_and_grad(
         func: The loss function. Leave it out to use `value_and_grad` as a decorator.
         *misplaced: Nothing: options are passed by keyword, the scaling at the call.
         argnums: Which positional arguments of `func` to differentiate: one number, or a
-            sequence for a tuple of gradients.
+            sequence for a tuple of gradients. An `nnx.DiffState` chooses variables of an
+            NNX module, such as `nnx.DiffState(0, nnx.LoRAParam)`.
         has_aux: Whether `func` returns a pair `(loss, aux)`.
         policy: Dtypes and exceptions; `None` computes in the configured half precision.
             If none was configured, that is f16, or bf16 with `NoLossScaling`.
@@ -316,7 +320,7 @@ def grad_options(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    argnums: int | Sequence[int] = 0,
+    argnums: Argnums = 0,
     policy: Policy | str | None = None,
     grad_dtype: DTypeLike | None = None,
     axis_name: AxisName | None = None,
@@ -326,11 +330,16 @@ def grad_options(
     check_axis_name(axis_name)
     check_bool(has_aux, "`has_aux`")
     check_bool(use_mixed_precision, "`use_mixed_precision`")
-    policy, argnums = as_policy(policy), as_counts(argnums, "argnums")
+    policy = as_policy(policy)
+    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    given = [*argnums] if isinstance(argnums, Sequence) and several else [argnums]
+    states = [x if isinstance(x, DiffState) else None for x in given]
+    numbers = [given[i] if x is None else x.argnum for i, x in enumerate(states)]
     dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
     return GradOptions(
-        argnums=(argnums,) if isinstance(argnums, int) else argnums,
-        several=not isinstance(argnums, int),
+        argnums=tuple(as_count(x, "argnums") for x in numbers),
+        filters=tuple(None if x is None else x.filter for x in states),
+        several=several,
         has_aux=bool(has_aux),
         policy=policy,
         grad_dtype=None if dtype is None else parse_float_dtype(dtype, "grad_dtype"),

@@ -98,6 +98,9 @@ class GradOptions:
     """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
 
     argnums: tuple[int, ...]
+    filters: tuple[
+        Any, ...
+    ]  # of variables of NNX, for each of them; `None`: parameters
     several: bool  # whether the gradients are a tuple
     has_aux: bool
     policy: Policy
@@ -208,8 +211,8 @@ class Step:
         """Returns a call with these arguments."""
         casts = self.options.mixed and not is_amp(self.func)
         policy = self.options.policy if casts else None
-        argnums, scales = self.options.argnums, self._scales
-        return Call(self.func, args, kwargs, argnums, policy, scales=scales)
+        chosen = [*zip(self.options.argnums, self.options.filters, strict=True)]
+        return Call(self.func, args, kwargs, chosen, policy, scales=self._scales)
 
     def wire_dtype(self) -> np.dtype | str | None:
         """Returns the dtype in which mpx sums gradients over devices."""

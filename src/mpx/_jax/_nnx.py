@@ -6,7 +6,7 @@ Flax is not imported here: if no NNX object can exist, there is nothing to do.
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -135,9 +135,19 @@ def variable_names(objects: Nodes) -> dict[Path, LeafName]:
     return found
 
 
-def params_of(node: PyTree) -> PyTree:
-    """Returns the state of an object's parameters."""
-    return nnx_module().state(node, nnx_module().Param)
+def params_of(node: PyTree, optimizer: PyTree) -> PyTree:
+    """Returns the state of the parameters of an object that an optimizer updates."""
+    return nnx_module().state(node, optimizer.wrt)
+
+
+@runtime_checkable
+class DiffState(Protocol):
+    """An `nnx.DiffState`: the position of an argument, and a filter of its variables."""
+
+    @property
+    def argnum(self) -> int: ...
+    @property
+    def filter(self) -> Any: ...
 
 
 def without_variables(tree: PyTree) -> PyTree:
@@ -156,32 +166,42 @@ def without_variables(tree: PyTree) -> PyTree:
 # --- Objects as pure functions --------------------------------------------------------
 
 
+Chosen = Mapping[LeafName, Any]
+"""The objects that are differentiated, each with a filter; `None` is for parameters."""
+
+
 class Objects(NamedTuple):
     """NNX objects, split."""
 
     names: tuple[LeafName, ...]
+    chosen: Chosen
     graphdef: PyTree  # the static structure, sharing between objects included
     params: dict[LeafName, PyTree]  # the differentiated ones: a `State` per object
     rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
 
 
-def split(objects: Nodes, differentiated: tuple[LeafName, ...]) -> Objects:
-    """Takes NNX objects apart; only `nnx.Param`s of the named ones are parameters."""
-    _check_sharing(objects, differentiated)
+def split(objects: Nodes, chosen: Chosen) -> Objects:
+    """Takes NNX objects apart; only what is chosen are parameters."""
+    _check_sharing(objects, chosen)
     nnx, names = nnx_module(), tuple(objects)
+    predicates = {
+        name: nnx.filterlib.to_predicate(nnx.Param if x is None else x)
+        for name, x in chosen.items()
+    }
 
     def is_param(path: PyTree, value: PyTree) -> bool:
-        return names[path[0]] in differentiated and isinstance(value, nnx.Param)
+        predicate = predicates.get(names[path[0]])
+        return predicate is not None and predicate(path[1:], value)
 
     graphdef, state, rest = nnx.split(tuple(objects.values()), is_param, ...)
-    flat = {name: [] for name in differentiated}
+    flat = {name: [] for name in chosen}
     for (position, *path), variable in nnx.to_flat_state(state):
         flat[names[position]].append((tuple(path), variable))
     params = {name: nnx.from_flat_state(found) for name, found in flat.items()}
-    return Objects(names, graphdef, params, rest)
+    return Objects(names, chosen, graphdef, params, rest)
 
 
-def _check_sharing(objects: Nodes, differentiated: tuple[LeafName, ...]) -> None:
+def _check_sharing(objects: Nodes, differentiated: Chosen) -> None:
     nnx = nnx_module()
     owners: dict[int, str] = {}
     for name, node in objects.items():
@@ -228,7 +248,7 @@ def _positioned(
 
 def _parts(objects: Nodes, source: Objects) -> tuple[dict[LeafName, PyTree], PyTree]:
     """Returns copies of parameters and rest, which later calls do not change."""
-    now = split(objects, tuple(source.params))
+    now = split(objects, source.chosen)
     return jax.tree.map(lambda x: x, (now.params, now.rest))
 
 

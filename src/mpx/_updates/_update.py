@@ -115,7 +115,7 @@ def optimizer_update(
         return new, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
-        params = _nnx.without_variables(_nnx.params_of(model))
+        params = _nnx.without_variables(_nnx.params_of(model, optimizer))
         warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
 
         def update_nnx(model: PyTree, optimizer: PyTree) -> None:
