@@ -314,8 +314,8 @@ def test_cast_like_restores_the_dtypes_of_a_reference():
 
 def test_cast_like_names_the_leaves_that_are_missing():
     message = (
-        "`cast_like` needs two trees of the same structure, but they differ: only the "
-        "first has ['a/0'], only the second has ['b']."
+        "`cast_like` needs two trees of the same structure, but they differ: only in "
+        "the first: ['a/0'], only in the second: ['b']."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         mpx.cast_like({"a": [1]}, {"b": 1})

@@ -1012,6 +1012,68 @@ def test_mismatch_names_the_leaf_and_the_remedy(base_folder, template, parts):
         assert part in str(error.value)
 
 
+def test_other_names_at_the_top_are_said_first(tmp_path):
+    save(tmp_path, {"params": jnp.ones(2), "state": jnp.ones(2)})
+    match = (
+        "template:\n  - it holds `params`, `state`, but the template `model`, `opt`\n"
+    )
+    with pytest.raises(ValueError, match=match):
+        restore(tmp_path, {"model": jnp.ones(2), "opt": jnp.ones(2)})
+
+
+def test_two_writers_of_one_process_see_what_the_other_wrote(tmp_path):
+    state = lambda x: {"x": jnp.full(2, x)}  # noqa: E731
+    with Checkpointer(tmp_path) as run, Checkpointer(tmp_path) as other:
+        run.save(0, state(0.0))
+        other.save(1, state(1.0))
+        other.wait()
+        assert run.steps() == [0, 1]
+        assert_trees_equal(run.restore(state(9.0)), state(1.0))
+        with pytest.raises(ValueError, match="checkpoint of step 1, so step 1 cannot"):
+            run.save(1, state(77.0))
+        run.save(2, state(2.0))
+        run.wait()
+        save(tmp_path, state(3.0))  # which takes over, and gives the folder up again
+        with pytest.raises(ValueError, match="checkpoint of step 3, so step 2 cannot"):
+            other.save(2, state(77.0))
+        run.save(4, state(4.0))
+        run.wait()
+        assert run.steps() == other.steps() == [0, 1, 2, 3, 4]
+        for step in run.steps():
+            assert_trees_equal(
+                restore(tmp_path, state(9.0), step=step), state(step * 1.0)
+            )
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weak_types_come_back(tmp_path, shape, sharded):
+    decay = jnp.broadcast_to(jnp.asarray(0.999), shape)
+    if sharded:
+        where = NamedSharding(jax.make_mesh((8,), ("data",)), P())
+        decay = jax.device_put(decay, where)
+    assert decay.weak_type
+    save(tmp_path, {"decay": decay, "strong": jnp.ones(shape)})
+    template = {"decay": decay * 0, "strong": jnp.zeros(shape)}
+    types = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type
+        ),
+        template,
+    )
+    for given in (template, types):
+        found = restore(tmp_path, given)
+        assert found["decay"].weak_type
+        assert not found["strong"].weak_type
+        assert_trees_equal(found["decay"], decay)
+    assert not sharded or restore(tmp_path, template)["decay"].sharding == where
+
+
+def test_a_state_in_the_place_of_the_path_is_refused():
+    with pytest.raises(TypeError, match=r"dict was given.*`save\(path, state\)`"):
+        save({"w": jnp.ones(2)}, "folder")
+
+
 def test_missing_scaling_is_an_error(tmp_path):
     save(tmp_path, {"w": jnp.ones(2)})
     with pytest.raises(
@@ -1220,7 +1282,7 @@ def test_conversion_keeps_shardings_and_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="`mu` of `w` has shape"):
         from_f32(weights, wrong, like=(params, state))
     with pytest.raises(
-        ValueError, match=r"`mu` beside the parameters of `like` .*has \['b', 'w'\]"
+        ValueError, match=r"`mu` beside the parameters of `like` .*first: \['b', 'w'\]"
     ):
         from_f32(weights, adam._replace(mu={}), like=(params, state))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -330,3 +330,12 @@ def test_an_f32_start_in_flax():
     np.testing.assert_allclose(
         held["kernel"], weights["kernel"] - 1e-3, rtol=bound, atol=1e-3 * bound
     )
+
+
+def test_rounded_weights_are_no_masters():
+    weights = {"w": draw((4, 64))}
+    params, state = mpx.optim.flash_adamw(1e-3).init_from(weights)
+    with pytest.warns(RuntimeWarning, match="`w` was given in bfloat16.*f32 weights"):
+        mpx.optim.from_master(params, params, state)
+    with pytest.raises(TypeError, match="`like` must be a pair.*FlashState was given"):
+        mpx.checkpoint.from_f32(weights, optax.adam(1e-3).init(weights), like=state)

@@ -258,6 +258,10 @@ def test_each_leaf_is_cut_along_its_largest_axis_that_divides():
         ValueError, match=r"`axis` names \['x'\], but the mesh has the axes"
     ):
         mpx.fsdp_shardings(shapes, mesh, "x")
+    with pytest.raises(
+        TypeError, match=r"dict was given.*`fsdp_shardings\(params, mesh"
+    ):
+        mpx.fsdp_shardings(mesh, {"w": shapes})
 
 
 @pytest.mark.some(1)

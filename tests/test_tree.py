@@ -341,8 +341,8 @@ def test_error_describes_a_predicate_that_is_no_boolean_scalar(pred, described):
 
 def test_error_names_the_leaves_that_one_tree_lacks():
     message = (
-        "`select_tree` needs two trees of the same structure, but they differ: only the "
-        "first has ['a/w'], only the second has ['a/v', 'b']. Pass trees made by the "
+        "`select_tree` needs two trees of the same structure, but they differ: only in "
+        "the first: ['a/w'], only in the second: ['a/v', 'b']. Pass trees made by the "
         "same constructor or filter."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -55,9 +55,9 @@ def with_subtree(grads):
 
 GRADIENT_ERRORS = [
     (wrong_shape, r"`layers/0/b` has shape \(4,\), but the parameter has shape \(3,\)"),
-    (without_layers, r"`optimizer_update`.*only the first has \['layers/0/b'\]"),
-    (with_more, r"`optimizer_update`.*only the second has \['extra'\]"),
-    (with_subtree, r"`optimizer_update`.*only the second has \['w/q'\]"),
+    (without_layers, r"`optimizer_update`.*only in the model: \['layers/0/b'\]"),
+    (with_more, r"`optimizer_update`.*only in the gradients: \['extra'\]"),
+    (with_subtree, r"`optimizer_update`.*only in the gradients: \['w/q'\]"),
 ]
 
 
@@ -69,6 +69,20 @@ def test_gradients_that_do_not_fit_are_named(change, match, skip, momentum):
     params, optimizer, state, grads = momentum
     with pytest.raises(ValueError, match=match):
         mpx.optimizer_update(params, optimizer, state, change(grads), True, skip=skip)
+
+
+@pytest.mark.parametrize("make", [optax.sgd, mpx.optim.flash_sgd])
+def test_a_whole_result_is_no_gradients(make):
+    params, optimizer = jnp.ones(4), make(0.1)
+    state = optimizer.init(params)
+    loss = mpx.value_and_grad(lambda w: jnp.sum(w * w))
+    result = loss(mpx.NoLossScaling(), params)
+    for take in (
+        lambda: mpx.optimizer_update(params, optimizer, state, result, result.finite),
+        lambda: mpx.optim.flash_sgd(0.1).step(params, state, result),
+    ):
+        with pytest.raises(TypeError, match="whole `GradResult`.*`result.grads`"):
+            take()
 
 
 @pytest.mark.parametrize(
@@ -356,7 +370,7 @@ def test_cond_update_counts_a_namedtuple_as_one_value():
 
 CONDUPDATE_ERRORS = [
     (lambda p: (p, p), "returned 2 values for 1 arguments.*first arguments"),
-    (lambda p: {"w": p["w"], "v": 1}, r"only the first has \['0/v'\]"),
+    (lambda p: {"w": p["w"], "v": 1}, r"only in the first: \['0/v'\]"),
     (lambda p: {"w": jnp.ones(3)}, r"`0/w` is \(3,\).*\(2,\) in the second"),
 ]
 

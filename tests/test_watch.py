@@ -354,7 +354,7 @@ def test_tensorboard_files_are_written(tmp_path):
         (
             lambda: observe(loss=1.0, before={"a": jnp.ones(1)}, after={}),
             ValueError,
-            "only the first has",
+            "only in the first",
         ),
     ],
 )

@@ -33,6 +33,15 @@ def check_function(func: object) -> None:
         )
 
 
+def refuse_result(grads: object) -> None:
+    """Raises a `TypeError` if a whole `GradResult` is passed as gradients."""
+    if hasattr(grads, "grads") and hasattr(grads, "finite"):
+        raise TypeError(
+            "`grads` is a whole `GradResult`. Pass its fields: `result.grads` as the "
+            "gradients and `result.finite` as the flag."
+        )
+
+
 def check_bool(value: object, what: str) -> None:
     """Raises a `TypeError` unless `value` is a Python or NumPy boolean."""
     if not isinstance(value, bool | np.bool_):

@@ -296,6 +296,13 @@ def convert_dtype(x: Any, dtype: Any) -> Any:
     return (_convert if is_linearized else lax.convert_element_type)(x, dtype)
 
 
+def as_weak(x: jax.Array) -> jax.Array:
+    """Returns an array whose dtype gives way to others, as that of a Python number."""
+    return lax.convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=True, sharding=None
+    )
+
+
 # From JAX 0.11 on `True` leaves the call in the jaxpr.
 INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 _convert = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLINE)

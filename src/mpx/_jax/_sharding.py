@@ -139,6 +139,11 @@ def fsdp_shardings(
         (('data',), ())
         >>> params = jax.device_put(params, shardings)
     """
+    if not hasattr(mesh, "axis_names"):
+        raise TypeError(
+            f"`mesh` must be a `jax.sharding.Mesh`, but {type(mesh).__name__} was given. "
+            "The parameters come first: `fsdp_shardings(params, mesh)`."
+        )
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:

@@ -153,7 +153,9 @@ def named_leaves(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTre
     return flatten_with_names(tree, argument)[0]
 
 
-def check_same_structure(a: PyTree, b: PyTree, what: str) -> None:
+def check_same_structure(
+    a: PyTree, b: PyTree, what: str, names: tuple[str, str] = ("first", "second")
+) -> None:
     """Raises a `ValueError` naming the first difference between two trees."""
     structures = jax.tree.structure(a), jax.tree.structure(b)
     if structures[0] == structures[1]:
@@ -161,7 +163,10 @@ def check_same_structure(a: PyTree, b: PyTree, what: str) -> None:
     names_a, names_b = dict(named_leaves(a)), dict(named_leaves(b))
     only_a = [name for name in names_a if name not in names_b]
     only_b = [name for name in names_b if name not in names_a]
-    where = f"only the first has {only_a[:3]}, only the second has {only_b[:3]}"
+    where = ", ".join(
+        f"only in the {tree}: {only[:3] or 'nothing'}"
+        for tree, only in zip(names, (only_a, only_b), strict=True)
+    )
     if not only_a and not only_b:
         where = f"{structures[0]} against {structures[1]}"
     raise ValueError(

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
 from mpx._casting._select import Selectors
+from mpx._jax._arguments import refuse_result
 from mpx._jax._compat import undifferentiable
 from mpx._jax._tree import as_flag, dtype_of
 from mpx._kernels import _dispatch as _kernels
@@ -250,6 +251,7 @@ class Core:
     ) -> Stepped:
         flat = flatten_params(params)
         flag = None if finite is None else as_flag(finite, "finite")
+        refuse_result(grads)
         step = Step(self, flat, state, grad_scale)
         jobs: dict[int, _kernels.Job] = {}
         for index, grad in enumerate(flat.like(grads, "The gradients")):

@@ -15,6 +15,7 @@ from jaxtyping import Int, PyTree
 
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import check_shape, dtype_of, shape_of
+from mpx._jax._warn import warn
 from mpx._optim._options import (
     F32,
     PARAM_DTYPES,
@@ -295,6 +296,9 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
     Raises:
         ValueError: If weights, parameters and state do not fit.
 
+    Warns:
+        RuntimeWarning: If weights of 16 bits are given.
+
     Examples:
         >>> from mpx.optim import flash_adamw
         >>> weights = {"w": jnp.full((8,), 0.1)}
@@ -304,8 +308,9 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
         >>> abs(float(master_params(params, state)["w"][0]) - 0.1) < 1e-8
         True
     """
-    flat, found, _ = _found(params, state)
+    flat, found, leaves = _found(params, state)
     given = flat.like(master, "`master`")
+    _warn_of_rounded(flat.names, given, leaves)
     weights = list(map(_as_weight, flat.names, given, flat.leaves))
     new_params, new_state = put_masters(flat, found, weights)
     return new_params, jax.tree.map(
@@ -339,6 +344,22 @@ def _found(params: PyTree, state: PyTree) -> tuple[FlatParams, FlashState, list[
         if leaf.packing.correction is not None:
             check_packed(leaf, leaf.packing.moments)
     return flat, found[0], leaves
+
+
+def _warn_of_rounded(
+    names: Sequence[str], weights: Sequence[PyTree], leaves: Sequence[Leaf]
+) -> None:
+    for name, weight, leaf in zip(names, weights, leaves, strict=True):
+        dtype = dtype_of(weight)
+        if leaf.packing.correction is None or dtype not in PARAM_DTYPES or dtype == F32:
+            continue
+        warn(
+            f"The weight of `{name}` was given in {dtype}, so its master starts in the "
+            "middle of a rounding interval, where small steps change no parameter for a "
+            "long time. Pass the f32 weights. For weights that exist in 16 bits alone, "
+            "`init(params)` puts each master at random in its interval."
+        )
+        return
 
 
 def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:

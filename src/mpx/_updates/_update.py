@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import hide_signature
 from mpx._jax import _nnx
-from mpx._jax._arguments import check_choice
+from mpx._jax._arguments import check_choice, refuse_result
 from mpx._jax._compat import varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -105,6 +105,7 @@ def optimizer_update(
         >>> optimizer_update(params, optimizer, state, grads * jnp.inf, False)[0]
         Array([1., 1.], dtype=float32)
     """
+    refuse_result(grads)
     if optimizer is None and hasattr(model, "apply_gradients"):
         warn_of_lost_updates(getattr(model, "params", None), grads, model)
 
@@ -132,7 +133,8 @@ def optimizer_update(
         " (For a Flax `TrainState` pass it as `model`, with `None` for `optimizer`.)",
     )
     params = _params_with_grads(model, grads)
-    check_same_structure(params, grads, "`optimizer_update`")
+    names = "model", "gradients"
+    check_same_structure(params, grads, "`optimizer_update`", names)
     map_with_name(check_grad, params, grads)
     own_step = getattr(optimizer, "step", None)
     check_extra_args(extra_args, optimizer_state, is_compressed=own_step is not None)

@@ -94,10 +94,14 @@ class Checkpointer:
         _orbax()
         from etils import epath  # a part of Orbax's interface, with object stores
 
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"The path must be a string or a path, but {type(path).__name__} was "
+                "given. It comes first: `save(path, state)`."
+            )
         self._path: Folder = epath.Path(path).expanduser().absolute()
         self._options = {**options, "max_to_keep": keep}
         self._asynchronous, self._read_only = asynchronous, read_only
-        self._is_writer = False
         self._manager = self._reader()
 
     def save(
@@ -285,14 +289,17 @@ class Checkpointer:
             enable_async_checkpointing=self._asynchronous, cleanup_tmp_directories=True
         )
         _writing[str(self._path)] = self._manager
-        self._is_writer = True
+
+    @property
+    def _is_writer(self) -> bool:
+        """Whether no other Checkpointer of this process writes or has written since."""
+        return _writing.get(str(self._path)) is self._manager
 
     def _resign(self) -> None:
-        if _writing.get(str(self._path)) is self._manager:
+        if self._is_writer:
             del _writing[str(self._path)]
             if (file := _locks.pop(str(self._path), None)) is not None:
                 file.close()
-        self._is_writer = False
 
     def _fail(self, error: Exception) -> None:
         """Reads the folder anew after a failed write; the next `save` cleans up."""

@@ -99,6 +99,11 @@ def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> S
         >>> new.params["w"].dtype, type(new.state).__name__
         (dtype(bfloat16), 'FlashState')
     """
+    if not (isinstance(like, tuple) and len(like) == 2):
+        raise TypeError(
+            "`like` must be a pair of parameters and their optimizer state, but "
+            f"{type(like).__name__} was given: `like=(params, optimizer.init(params))`."
+        )
     old_params, old = like
     kept = _kept(old)
     if isinstance(kept, FlashState):

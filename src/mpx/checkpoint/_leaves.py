@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from mpx._jax._compat import as_weak
 from mpx._jax._tree import dtype_of, shape_of
 
 # --- Stored arrays --------------------------------------------------------------------
@@ -60,11 +61,14 @@ def from_stored(array: PyTree, template: PyTree) -> PyTree:
         array = np.asarray(array)
         array = array if small is None else array.astype(small).view(template.dtype)
         return array[()] if isinstance(template, np.generic) else array
-    if small is None:
-        return array
-    leaf = lax.bitcast_convert_type(array.astype(small), template.dtype)
+    leaf = array
+    if small is not None:
+        leaf = lax.bitcast_convert_type(array.astype(small), template.dtype)
+    if getattr(template, "weak_type", False):
+        leaf = as_weak(leaf)
     # The same specification too, not only the same placement: it is part of jit's key.
-    return jax.device_put(leaf, array.sharding) if array.committed else leaf
+    is_moved = leaf is not array and array.committed
+    return jax.device_put(leaf, array.sharding) if is_moved else leaf
 
 
 def placed(array: PyTree, template: PyTree) -> PyTree:

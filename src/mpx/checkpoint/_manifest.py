@@ -118,7 +118,10 @@ class Manifest(NamedTuple):
         names = dict.fromkeys([*template.nodes, *template.leaves])
         if not partial:
             names |= dict.fromkeys([*self.nodes, *self.leaves])
-        faults = []
+        faults, parts = [], (self._parts, template._parts)
+        if not {*parts[0]} & {*parts[1]}:
+            holds, has = (", ".join(f"`{x}`" for x in part) for part in parts)
+            faults.append(f"it holds {holds}, but the template {has}")
         for name in names:
             saved, wanted = self.leaves.get(name), template.leaves.get(name)
             came, expected = self._shown(name), template._shown(name)
@@ -137,6 +140,11 @@ class Manifest(NamedTuple):
             raise ValueError(
                 f"The checkpoint {where} does not fit the template:{lines}\n{_REMEDY}"
             )
+
+    @property
+    def _parts(self) -> list[str]:
+        """The names of the top level."""
+        return [*dict.fromkeys(name.partition("/")[0] for name in self.leaves)]
 
     def _shown(self, name: str) -> str:
         if name in self.leaves:
