@@ -300,14 +300,22 @@ def test_running_statistics_stay_f32():
     assert net.linear.kernel.dtype == net.norm.scale.dtype == BF16
     assert net.norm.mean.dtype == net.norm.var.dtype == F32
     variables = {"params": {"w": jnp.ones((4, 32))}, "batch_stats": {"m": jnp.ones(4)}}
-    params, _ = tx.init_from(variables)
+    params, state = tx.init_from(variables)
     assert params["batch_stats"]["m"].dtype == F32
+    # They do not decay, even if somebody differentiates them.
+    grads = jax.tree.map(jnp.ones_like, params)
+    after, _ = mpx.optim.flash_adamw(1e-1, weight_decay=0.5, compression=TINY).step(
+        params, state, grads
+    )
+    assert_trees_equal(after["batch_stats"], params["batch_stats"])
+    assert jnp.all(after["params"]["w"] < 1)
 
 
 def test_an_f32_start_in_flax():
     """What the guide tells users of NNX and Linen."""
     tx = adamw()
-    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs))
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     model, state = tx.init_from(model)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -328,7 +336,10 @@ def test_an_f32_start_in_flax():
     # Rounded to nearest at the start, and up or down in the step.
     bound = (128 + 255) * 2.0**-23
     np.testing.assert_allclose(
-        held["kernel"], weights["kernel"] - 1e-3, rtol=bound, atol=1e-3 * bound
+        held["layers"][0]["kernel"],
+        weights["layers"][0]["kernel"] - 1e-3,
+        rtol=bound,
+        atol=1e-3 * bound,
     )
 
 

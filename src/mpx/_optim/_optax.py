@@ -206,7 +206,10 @@ def master_weights(
         def to_updates(new: Array, param: PyTree) -> Array:
             if not is_floating(param):
                 return new - param
-            rounded = new.astype(param.dtype)
+            # An infinite parameter could never come back: no update undoes it.
+            top = jnp.asarray(jnp.finfo(param.dtype).max, new.dtype)
+            held = jnp.where(jnp.isfinite(new), jnp.clip(new, -top, top), new)
+            rounded = held.astype(param.dtype)
             return rounded.astype(new.dtype) - param.astype(new.dtype)
 
         updates = jax.tree.map(to_updates, master, params)

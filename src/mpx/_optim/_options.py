@@ -87,7 +87,11 @@ class FlatParams(NamedTuple):
 def flatten_params(params: PyTree) -> FlatParams:
     treedef = jax.tree.structure(params, is_leaf=is_none)
     named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
-    names, leaves = [name for name, _ in named], [leaf for _, leaf in named]
+    leaves = [leaf for _, leaf in named]
+    # The types of variables of NNX tell parameters from running statistics.
+    typed = flatten_with_names(params, is_leaf=is_none)[0]
+    pairs = zip(named, typed, strict=True)
+    names = [LeafName(name, full.types) for (name, _), (full, _) in pairs]
     return FlatParams(names, leaves, treedef, bare)
 
 
@@ -106,9 +110,11 @@ def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
     return low
 
 
-def is_trainable(name: str, param: PyTree) -> bool:
-    """Returns whether a leaf is a parameter."""
+def is_trainable(name: LeafName, param: PyTree) -> bool:
+    """Returns whether a leaf is a parameter, not one of running statistics."""
     dtype = dtype_of(param)
+    if is_state(name):
+        return False
     if dtype in PARAM_DTYPES:
         return True
     if _is_inexact(param):
