@@ -59,6 +59,7 @@ CASES = {
     "ratio": lambda p, x: positive(p, x) / (jnp.abs(x) @ (p["w"] ** 2 * SCALES)),
     "root": lambda p, x: jnp.sqrt(positive(p, x)),
     "inverse root": lambda p, x: jax.lax.rsqrt(positive(p, x)),
+    "cube root": lambda p, x: jnp.cbrt(positive(p, x)),
     "arctanh": lambda p, x: jnp.arctanh(near_one(p, x)) + x @ p["w"],
     "log1p": lambda p, x: jnp.log1p(near_one(p, x)) + x @ p["w"],
     "inverse of a square": lambda p, x: 1 / ((x @ p["w"]) ** 2 + 1e-2),

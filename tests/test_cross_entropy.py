@@ -648,3 +648,20 @@ def test_one_operand_of_64_bits_makes_the_loss_one(wide):
         loss = mpx.linear_cross_entropy(**operands, labels=labels)
     assert loss.dtype == np.float64
     np.testing.assert_allclose(loss, expected, rtol=1e-13)
+
+
+@both_ways
+def test_no_tokens_have_zero_gradients():
+    hidden, labels = jnp.zeros((0, WIDTH)), jnp.zeros(0, jnp.int32)
+    loss = lambda w, h: linear_cross_entropy(h, w, labels, reduction="sum")  # noqa: E731
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(WEIGHT, hidden)
+    assert value == 0
+    assert not jnp.any(grads[0])
+    assert grads[1].shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_labels_of_few_bits_fit_a_large_vocabulary(dtype):
+    weight, labels = normal(4, WIDTH, 300), LABELS % 127
+    found = linear_cross_entropy(HIDDEN, weight, labels.astype(dtype))
+    assert found == linear_cross_entropy(HIDDEN, weight, labels)

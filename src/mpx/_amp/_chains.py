@@ -6,7 +6,7 @@ Inside it computes in f32, where a power that overflows f16 does not.
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +16,10 @@ from jax import lax
 from mpx._amp._decide import Choice
 from mpx._amp._facts import DATA, F32, LOW_DTYPES, Settings, cast, is_eligible
 from mpx._amp._hints import run_pointwise
-from mpx._amp._rules import Rule, rule_for
+from mpx._amp._rules import COMPARED, Rule, rule_for
 from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
 from mpx._jax._formats import FORMATS
-from mpx._program._flow import Flow
+from mpx._program._flow import Flow, after, propagate
 from mpx._program._interpreter import Frame, Op, Outcome, Scopes, Values
 from mpx._program._queries import CALLS, Equation, Position, leaves, names, walk_inside
 
@@ -163,11 +163,28 @@ def _held_low(amp: Settings, chain: Chain) -> list[bool]:
         is_low = rule in (Rule.FOLLOW, Rule.WIDEST)
         if eqn.primitive.name not in _BOUNDED and not is_low:
             return [False] * len(chain.outvars)
-    if amp.dtype != np.float16:
-        return [True] * len(chain.outvars)
-    largest = FORMATS["f16"].max
     jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
-    return [x <= largest for x in Flow(_bound).run(jaxpr, {chain.source: largest})]
+    held = [not x for x in _guarded(amp, chain, jaxpr)]
+    if amp.dtype != np.float16:
+        return held
+    largest = FORMATS["f16"].max
+    sizes = Flow(_bound).run(jaxpr, {chain.source: largest})
+    return [x and size <= largest for x, size in zip(held, sizes, strict=True)]
+
+
+def _guarded(amp: Settings, chain: Chain, jaxpr: Any) -> list[bool]:
+    """Returns which results are cut off at a number that 16 bits would make another one."""
+    literal = lambda atom: amp.literal_fact(atom).literal  # noqa: E731
+
+    def rule(eqn: Equation, known: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        is_cut = name in COMPARED and "rounded" in known
+        return [is_cut or (True in known and name in _SAME | COMPARED)]
+
+    def each(eqn: Equation, known: list[Any]) -> Sequence[Any]:
+        return after(eqn, known, rule, literal)
+
+    return propagate(jaxpr, {chain.source: False}, each, literal)
 
 
 def _bound(name: str, eqn: Equation, known: list[Any]) -> float:

@@ -69,7 +69,8 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
         if is_low_ragged(op.eqn):
             return Choice("ragged as written", Rule.LOW, describe_ragged(op.eqn))
         return Choice("as written")
-    rule, reason = region or amp.rule(name, op.eqn.params, op.facts)
+    ruled = "square" if _is_square(amp, op.eqn) else name
+    rule, reason = region or amp.rule(ruled, op.eqn.params, op.facts)
     if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
         # A scatter or a solver has no version in the compute dtype.
         rule, reason = Rule.ORIGINAL, REASONS[name]
@@ -82,6 +83,12 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     if kept is not None:
         return Choice("original", rule, kept)
     return Choice("matmul", rule, describe_ragged(op.eqn) if name in RAGGED else reason)
+
+
+def _is_square(amp: Settings, eqn: Equation) -> bool:
+    """Returns whether a product is a square, as in norms, which f16 may not hold."""
+    is_product = eqn.primitive.name == "mul" and amp.dtype == np.float16
+    return is_product and eqn.invars[0] is eqn.invars[1]
 
 
 def _decide_name(amp: Settings, op: Op, region: Region) -> Choice:

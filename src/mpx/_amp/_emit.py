@@ -52,6 +52,7 @@ from mpx._amp._hints import (
 )
 from mpx._amp._rules import (
     BROADCASTING,
+    COMPARED,
     LINEAR,
     LOW_NAME,
     PRIMITIVES,
@@ -264,23 +265,42 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     }
     dtype = dtypes.pop() if len(dtypes) == 1 else F32
     literals = [fact.literal for fact in facts if fact.literal is not None]
+    name = eqn.primitive.name
+    is_rounded = "rounded" in literals and name in COMPARED
     # A user's rule may have chosen another dtype than that which literals fit.
-    if dtype == F32 or not (all(literals) if dtype == amp.dtype else not literals):
+    fits = "outside" not in literals if dtype == amp.dtype else not literals
+    # Of a bound, as 0.999 of a clip, 16 bits would make another one, which guards nothing.
+    if dtype == F32 or not fits or is_rounded:
         return bind(eqn, changed(op, amp.widen))
+    if "rounded" in literals and _is_scaled(op):
+        wide = [cast(x, F32) if is_low(x) else x for x in arrays_of(op.values)]
+        return [cast(x, dtype) for x in bind(eqn, wide)]
     values = [
         cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x
         for var, x, fact in zip(eqn.invars, op.values, facts, strict=True)
     ]
     if any(getattr(x, "dtype", None) == F32 for x in values):
         # A user's rule may be for a primitive that holds a function: it is not kept.
-        is_known = PRIMITIVES.get(eqn.primitive.name) == Rule.WIDEST
+        is_known = PRIMITIVES.get(name) == Rule.WIDEST
         make = _rounded_once if is_known else _rounded_once.__wrapped__
-        may_spread = (
-            eqn.primitive.name in BROADCASTING and cuda_capability() is not None
-        )
+        may_spread = name in BROADCASTING and cuda_capability() is not None
         run = make(eqn.primitive, tuple(eqn.params.items()), dtype, may_spread)
         return list(run(*arrays_of(values)))
     return _summed_in_f32(amp, op, values)
+
+
+def _is_scaled(op: Op) -> bool:
+    """Returns whether a 16-bit value is multiplied with a literal, or added to one.
+
+    In f32 the literal is what is written, and nothing more is kept for the backward pass.
+    """
+    name = op.eqn.primitive.name
+    literals = [fact.literal is not None for fact in op.facts]
+    lows = [is_low(x) for x in op.values]
+    is_pair = sorted(lows) == sorted(literals) == [False, True]
+    return is_pair and (
+        name in ("add", "sub", "mul") or (name == "div" and literals[1])
+    )
 
 
 @functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types

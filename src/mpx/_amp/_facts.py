@@ -56,10 +56,10 @@ class Source(NamedTuple):
     names: frozenset[str] = frozenset()
     # The shape of the argument, if only operations that move numbers lie between
     leaf: tuple[int, ...] | None = None
-    # For a number that is written into the program, however broadcast: whether the compute
-    # dtype holds it without overflow or underflow. Not the number itself: two calls of a
-    # jitted function with other numbers are one program.
-    literal: bool | None = None
+    # For a number that is written into the program, however broadcast: what the compute
+    # dtype makes of it, where `outside` is an overflow or underflow. Not the number itself:
+    # two calls of a jitted function with other numbers are one program.
+    literal: Literal["exact", "rounded", "outside"] | None = None
 
     # Whether parameters were repeated, as for each example: a learnt query
     repeated: bool = False
@@ -145,11 +145,13 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     return [DATA if eqn.effects else found] * count
 
 
-def _converted(eqn: Equation, source: Source) -> bool | None:
+def _converted(
+    eqn: Equation, source: Source
+) -> Literal["exact", "rounded", "outside"] | None:
     if not is_eligible(eqn.outvars[0].aval):
         return None
     # Zeros and ones are exact in every dtype.
-    return eqn.invars[0].aval.dtype == np.bool_ or source.literal
+    return "exact" if eqn.invars[0].aval.dtype == np.bool_ else source.literal
 
 
 def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
@@ -310,9 +312,13 @@ class Settings(Transformation):
     def literal_fact(self, atom: Any) -> Source:
         if not is_eligible(atom.aval):
             return CONSTANT
-        size, form = abs(float(atom.val)), FORMATS[short_name(self.dtype)]
-        fits = not np.isfinite(size) or size == 0 or form.tiny <= size <= form.max
-        return Source("constant", literal=fits)
+        number, form = float(atom.val), FORMATS[short_name(self.dtype)]
+        with np.errstate(over="ignore"):
+            size, low = abs(number), float(np.asarray(number).astype(self.dtype))
+        if not np.isfinite(size) or low == number:
+            return Source("constant", literal="exact")
+        fits = form.tiny <= size <= form.max
+        return Source("constant", literal="rounded" if fits else "outside")
 
     def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
         if kind == "carry":

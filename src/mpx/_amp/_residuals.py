@@ -161,7 +161,7 @@ _CODED = _AGAIN.union(queries.MATMULS, names("sqrt gather dynamic_slice"))
 # Small results matter beside large ones, as the weights of a softmax do.
 _WEIGHTS = frozenset(names("exp exp2 expm1"))
 # The position of an operand by which they, or their derivatives, divide.
-_DIVISORS = {"div": 1, "log": 0, "sqrt": 0, "rsqrt": 0}
+_DIVISORS = {"div": 1, "log": 0, "sqrt": 0, "rsqrt": 0, "cbrt": 0}
 _STEEP = frozenset(names("log1p atanh"))  # Theirs divide by a distance from 1.
 # Their derivatives ask which number is the largest.
 _ORDERED = frozenset(

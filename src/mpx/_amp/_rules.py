@@ -117,6 +117,8 @@ WITHOUT_RULES = frozenset(
 )
 # Operations that broadcast operands of equal rank, and scalars, by themselves.
 BROADCASTING = frozenset(names("add sub mul div max min select_n clamp polynomial"))
+# Operations that compare numbers, perhaps with one that is written in the program.
+COMPARED = frozenset(names("min max clamp eq ne lt le gt ge eq_to le_to lt_to"))
 # Operations that use one number of their operand several times, or may: their transposes
 # sum, which must be in f32.
 SUMMED = frozenset(

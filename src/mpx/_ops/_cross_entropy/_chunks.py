@@ -283,7 +283,8 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     ) -> PyTree:
         part, some = _parts(head, chunks, operands, start, size)
         again = low[chunks.kept :]
-        logits = [_logits(head, again, part, some)] if again.size else []
+        is_all_kept = bool(kept) and not again.size
+        logits = [] if is_all_kept else [_logits(head, again, part, some)]
         if kept:
             stored = _stored(head, chunks, carry[1], start, size)
             logits = [stored + shifts[:, None], *logits]

@@ -107,8 +107,11 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     if axis_name is not None:
         first = vocabulary * lax.axis_index(axis_name)
         vocabulary *= jax.lax.axis_size(axis_name)
-    is_valid = (operands.labels >= 0) & (operands.labels < vocabulary)
-    places = jnp.where(is_valid, operands.labels, -1).astype(jnp.int32)
+    labels = operands.labels
+    if labels.dtype.itemsize < 4:  # where the vocabulary may be no number
+        labels = labels.astype(jnp.int32)
+    is_valid = (labels >= 0) & (labels < vocabulary)
+    places = jnp.where(is_valid, labels, -1).astype(jnp.int32)
     if axis_name is not None:
         places = jnp.where(is_valid, places - first, -1)
     logsumexp, chosen, *total = _statistics(head, operands._replace(labels=places))
