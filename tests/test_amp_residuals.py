@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import equations, normal
 from mpx import amp
-from mpx._amp._residuals import FORMS, decode, encode
+from mpx._amp._codes import FORMS, decode, encode
 from mpx._kernels import _order
 from numerics import ulp_distance
 

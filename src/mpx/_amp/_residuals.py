@@ -14,7 +14,6 @@ also waits for what it makes: the codes of a root, and the gradients of paramete
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,121 +25,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
-from mpx._amp._facts import F32, LOW_DTYPES
+from mpx._amp._codes import LEAST, Coded, can_code, decode, encode, peaks
+from mpx._amp._facts import F32
 from mpx._jax import _compat as compat
 from mpx._jax._compat import Literal, eval_equation, open_jaxpr
-from mpx._jax._formats import FORMATS
 from mpx._kernels._order import after
 from mpx._program import HANDLERS
 from mpx._program import _interpreter as interpreter
 from mpx._program import _queries as queries
-from mpx._program._interpreter import Aval, Jaxpr, Op, Outcome, Values, types_of
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Values, types_of
 from mpx._program._queries import Equation, names
 
-# --- Codes ----------------------------------------------------------------------------
+# --- Which values are kept ------------------------------------------------------------
 
-# By name: the dtype of codes, the largest and the smallest positive one.
-FORMS: dict[str, tuple[type, float, float]] = {
-    "e4m3": (jnp.float8_e4m3fn, FORMATS["e4m3"].max, FORMATS["e4m3"].smallest),
-    "int8": (jnp.int8, 127.0, 1.0),
-}
 _once = compat.undifferentiable(
     "`amp(residuals=...)` has no second derivatives: codes are constants to JAX. Take them "
     "of `amp(func)` without `residuals`."
 )
-_BLOCK = 32
-_LEAST = 4096  # Smaller arrays are kept as they are.
-_LAST_BYTE = np.float32(1.5 * 2**23)  # between numbers of this size lies 1
-
-
-class Coded(NamedTuple):
-    """An array in 8 bits: `original ≈ codes · peak / largest code`."""
-
-    codes: Array  # integers: `jax.checkpoint` rounds what it saves, if it is a float
-    # The largest magnitude of each block of an axis, in its own dtype. `None` for codes
-    # that are bf16 numbers.
-    peak: Array | None
-
-
-def encode(
-    x: Array, form: str, *, keeps_signs: bool = False, peak: Array | None = None
-) -> Coded:
-    """Returns an array in 8 bits; only 0 becomes 0 if codes keep the signs of numbers.
-
-    The error is at most half a code: 1/254 of the largest number of a block in int8, 1/16 of
-    each number in e4m3 that is not tiny. Of a tiny number it is a whole code if signs are
-    kept. A block with an inf or nan becomes nan. `peak` is what `peaks` returns.
-    """
-    dtype, largest, smallest = FORMS[form]
-    peak = peaks(x) if peak is None else peak
-    inverse = 1 / jnp.maximum(peak, FORMATS["f32"].tiny)
-    numbers = x.astype(jnp.float32) * _repeat(inverse, jax.typeof(x)) * largest
-    if keeps_signs:
-        # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
-        numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
-    if form == "int8":
-        # Rounds, and leaves the integer in the last byte. XLA needs seven instructions to
-        # round and convert.
-        codes = lax.bitcast_convert_type(numbers + _LAST_BYTE, jnp.int32).astype(dtype)
-    else:
-        codes = lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8)
-    return Coded(codes, (peak + 0 * peak).astype(x.dtype))  # inf becomes nan
-
-
-def peaks(x: Array) -> Array:
-    """Returns the largest magnitude of each block, in f32."""
-    axis = _axis(jax.typeof(x))
-    padding = [(0, 0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
-    blocks = lax.pad(jnp.abs(x.astype(jnp.float32)), np.float32(0), padding)
-    blocks = blocks.reshape(*x.shape[:axis], -1, _BLOCK, *x.shape[axis + 1 :])
-    return jnp.max(blocks, axis=axis + 1)
-
-
-def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
-    """Returns the numbers of an array in 8 bits, or bf16, times `one`."""
-    if coded.peak is None:
-        wide = lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(jnp.float32)
-        return (wide * one).astype(dtype)
-    wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
-    peak = _repeat(coded.peak.astype(jnp.float32), jax.typeof(wide))
-    # The largest code becomes 1, so that a peak comes back exactly, as the 1 of a softmax that
-    # is sure, from which a derivative subtracts 1.
-    return (wide * np.float32(1 / FORMS[form][1]) * peak * one).astype(dtype)
-
-
-def _axis(aval: Aval) -> int:
-    """Returns the axis of an array that is split into blocks: the last one, or a better.
-
-    JAX cannot split an axis with an explicit sharding, and XLA may shard others: on several
-    devices it is an axis that keeps each block on one of them. XLA is slow to take maxima
-    along an axis before one of an odd length, as 128 in (3072, 128, 197), so another is
-    preferred.
-    """
-    shape = aval.shape
-    after = [math.prod(shape[axis + 1 :]) for axis in range(aval.ndim)]
-    free = [axis for axis in reversed(range(aval.ndim)) if not _is_sharded(aval, axis)]
-    free.sort(key=lambda axis: after[axis] > 1 and after[axis] % _BLOCK > 0)
-    for length in (_BLOCK * jax.device_count(), _BLOCK):
-        for axis in free:
-            if shape[axis] % length == 0:
-                return axis
-    return aval.ndim - 1
-
-
-def _is_sharded(aval: Aval, axis: int) -> bool:
-    return any(x is not None for x in aval.sharding.spec[axis : axis + 1])
-
-
-def _repeat(blocks: Array, aval: Aval) -> Array:
-    """Returns numbers of blocks for each number, so that XLA fuses with what reads these."""
-    axis = _axis(aval)
-    each = jnp.repeat(blocks, _BLOCK, axis)
-    return lax.slice_in_dim(each, 0, aval.shape[axis], axis=axis)
-
-
-# --- Which values are kept ------------------------------------------------------------
-
 _EXACT = "mpx.exact"  # the scope of operations, and the name of values, that stay as they are
 _SIGNED = frozenset(
     names(
@@ -261,7 +162,7 @@ class Search:
     ) -> Known:
         """Returns what is known of a value that is kept if it is needed."""
         name = self._makes(var)
-        is_coded = not (is_param or is_reduced) and _can_code(var.aval)
+        is_coded = not (is_param or is_reduced) and can_code(var.aval)
         is_coded &= var not in self._ordered
         if is_coded and var in self._relative:
             is_coded = var.aval.dtype == F32
@@ -317,19 +218,6 @@ def _is_var(atom: Any) -> bool:
 
 def _is_inverse(eqn: Equation) -> bool:
     return eqn.primitive.name == "integer_pow" and eqn.params["y"] < 0
-
-
-def _can_code(aval: Aval) -> bool:
-    """Returns whether 8 bits are possible and save a quarter at least."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype not in (F32, *LOW_DTYPES) or aval.size < _LEAST:
-        return False
-    axis, each = _axis(aval), aval.dtype.itemsize
-    if _is_sharded(aval, axis):
-        return False
-    count = aval.shape[axis]
-    size = aval.size + each * aval.size // count * -(-count // _BLOCK)
-    return 4 * size <= 3 * aval.size * each
 
 
 # --- The two passes -------------------------------------------------------------------
@@ -595,7 +483,7 @@ def _jumps(eqn: Equation) -> bool:
     Softmax has a largest of -inf and them, and divides by sums.
     """
     is_inf = lambda x: not (_is_var(x) or np.all(np.isfinite(x.val)))  # noqa: E731
-    is_large = lambda x: _is_float(x.aval) and x.aval.size >= _LEAST  # noqa: E731
+    is_large = lambda x: _is_float(x.aval) and x.aval.size >= LEAST  # noqa: E731
     spread: set[Any] = set()
     for x in queries.equations(eqn):
         name, read = x.primitive.name, x.invars
