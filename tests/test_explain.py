@@ -571,3 +571,25 @@ def test_operation_that_is_computed_again_is_told_once(wrap):
     assert found.fault.place.primitive == "log"
     assert not found.fault.place.backward
     assert found.others == ()
+
+
+def test_zero_over_zero_is_a_fault_of_the_forward_pass():
+    def unit(w, x):
+        h = x @ w
+        return jnp.sum(h / jnp.sqrt(jnp.sum(h * h)))
+
+    found = mpx.inspect.explain(unit, jnp.ones((2, 2)), jnp.zeros((1, 2)))
+    assert found.fault.kind == "nan"
+    assert not found.fault.place.backward
+
+
+def test_a_rounded_product_is_no_sum():
+    def rotary(params, positions, frequencies):
+        angles = positions.astype(jnp.bfloat16) * frequencies.astype(jnp.bfloat16)
+        return jnp.mean((jnp.sin(angles.astype(jnp.float32)) * params["w"]) ** 3)
+
+    positions, frequencies = jnp.arange(4000.0, 4064)[:, None], 0.1 ** jnp.arange(8.0)
+    given = {"w": jnp.ones((1, 8))}, positions, frequencies[None]
+    fault = mpx.inspect.explain(rotary, *given).fault
+    assert (fault.kind, fault.place.primitive) == ("precision", "mul")
+    assert "positions and angles in f32" in fault.remedy

@@ -37,7 +37,7 @@ EPSILON = 1e-3  # a smaller number in the code may be an epsilon that is too sma
 _MOST_SITES = 12  # that are tried
 _MOST_FOUND = 6
 _SINGULAR = names("div log log1p rsqrt pow integer_pow atanh rem digamma tan")
-_ADDS = names("add add_any sub mul reduce_sum cumsum dot_general scatter-add")
+_ADDS = names("add add_any sub reduce_sum cumsum dot_general scatter-add")
 _DIFFERENCES = names("add add_any sub reduce_sum cumsum dot_general")
 _TOTALS = names("reduce_sum cumsum scatter-add reduce_window_sum")
 _ACCUMULATES = names("cumsum cumprod cumlogsumexp reduce_window_sum")
@@ -211,7 +211,9 @@ class Blame:
         rows = [(self._shadow_has(x), x) for x in _origins(self.recording, self._refs)]
         if is_finite and not all(has for has, _ in rows):
             rows = [row for row in rows if not row[0]]
-        rows.sort(key=lambda x: (not x[0], x[0] and x[1].constant is not None))
+        # A derivative may run before what the loss needs, and on the same line.
+        rank = lambda x: (x.constant is not None, x.node not in self.forward)  # noqa: E731
+        rows.sort(key=lambda x: (not x[0], *(rank(x[1]) if x[0] else ())))
         found: dict[Site, Verdict] = {}
         for _, origin in rows:
             verdict = self._blamed(origin)
