@@ -1049,8 +1049,8 @@ def test_two_writers_of_one_process_see_what_the_other_wrote(tmp_path):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weak_types_come_back(tmp_path, shape, sharded):
     decay = jnp.broadcast_to(jnp.asarray(0.999), shape)
+    where = NamedSharding(jax.make_mesh((8,), ("data",)), P())
     if sharded:
-        where = NamedSharding(jax.make_mesh((8,), ("data",)), P())
         decay = jax.device_put(decay, where)
     assert decay.weak_type
     save(tmp_path, {"decay": decay, "strong": jnp.ones(shape)})

@@ -184,7 +184,8 @@ def _guarded(amp: Settings, chain: Chain, jaxpr: Any) -> list[bool]:
     def each(eqn: Equation, known: list[Any]) -> Sequence[Any]:
         return after(eqn, known, rule, literal)
 
-    return propagate(jaxpr, {chain.source: False}, each, literal)
+    labels: dict[Any, Any] = {chain.source: False}
+    return propagate(jaxpr, labels, each, literal)
 
 
 def _bound(name: str, eqn: Equation, known: list[Any]) -> float:

@@ -313,12 +313,12 @@ class Settings(Transformation):
         if not is_eligible(atom.aval):
             return CONSTANT
         number, form = float(atom.val), FORMATS[short_name(self.dtype)]
-        with np.errstate(over="ignore"):
-            size, low = abs(number), float(np.asarray(number).astype(self.dtype))
-        if not np.isfinite(size) or low == number:
+        if not np.isfinite(number) or number == 0:
             return Source("constant", literal="exact")
-        fits = form.tiny <= size <= form.max
-        return Source("constant", literal="rounded" if fits else "outside")
+        if not form.tiny <= abs(number) <= form.max:
+            return Source("constant", literal="outside")
+        is_exact = float(np.asarray(number).astype(self.dtype)) == number
+        return Source("constant", literal="exact" if is_exact else "rounded")
 
     def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
         if kind == "carry":

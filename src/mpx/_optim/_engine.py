@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import refuse_result
 from mpx._jax._compat import undifferentiable
-from mpx._jax._tree import as_flag, dtype_of
+from mpx._jax._tree import LeafName, as_flag, dtype_of
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._muon import Matrices, muon_rules, run
 from mpx._optim._options import (
@@ -200,7 +200,7 @@ class Core:
         return make_state(kind, format, self.moments, leaves, flat.bare)
 
     def options(
-        self, name: str, param: PyTree
+        self, name: LeafName, param: PyTree
     ) -> tuple[ParamGroup | None, Compression | None]:
         """Returns the group of a leaf, and its storage: `None` if it does not train."""
         group = group_of(self.groups, name, param)

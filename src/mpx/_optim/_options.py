@@ -56,7 +56,7 @@ class FlatParams(NamedTuple):
     scales.
     """
 
-    names: Sequence[str]
+    names: Sequence[LeafName]
     leaves: list[PyTree]
     treedef: TreeDef
     bare: TreeDef

@@ -107,11 +107,11 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     if axis_name is not None:
         first = vocabulary * lax.axis_index(axis_name)
         vocabulary *= jax.lax.axis_size(axis_name)
-    labels = operands.labels
-    if labels.dtype.itemsize < 4:  # where the vocabulary may be no number
-        labels = labels.astype(jnp.int32)
-    is_valid = (labels >= 0) & (labels < vocabulary)
-    places = jnp.where(is_valid, labels, -1).astype(jnp.int32)
+    wanted: Array = operands.labels
+    if wanted.dtype.itemsize < 4:  # where the vocabulary may be no number
+        wanted = wanted.astype(jnp.int32)
+    is_valid = (wanted >= 0) & (wanted < vocabulary)
+    places = jnp.where(is_valid, wanted, -1).astype(jnp.int32)
     if axis_name is not None:
         places = jnp.where(is_valid, places - first, -1)
     logsumexp, chosen, *total = _statistics(head, operands._replace(labels=places))
