@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Int, PyTree
 
 from mpx._jax._sharding import zero_beside
-from mpx._jax._tree import check_shape, dtype_of, shape_of
+from mpx._jax._tree import LeafName, check_shape, dtype_of, shape_of
 from mpx._jax._warn import warn
 from mpx._optim._options import (
     F32,
@@ -99,7 +99,7 @@ class Stepped(NamedTuple):
 class Leaf(NamedTuple):
     """A leaf of the parameters with its path and state, and how that is packed."""
 
-    name: str
+    name: LeafName
     stored: PackedLeaf
     packing: Packing
 
