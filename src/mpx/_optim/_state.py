@@ -135,7 +135,10 @@ def make_state(
     params = [x.param for x in leaves]
     layout: PyTree = zero_beside(params, jnp.int8)
     if params:  # the placeholder of `optax.tree_map_params` has none
-        named = [Leaf("", x, Packing.read(x.packed, moments, format)) for x in leaves]
+        named = [
+            Leaf(LeafName(""), x, Packing.read(x.packed, moments, format))
+            for x in leaves
+        ]
         layout = {_layout_name(kind, format, named): layout}
     packed = treedef.unflatten(x.packed for x in leaves)
     return FlashState(zero_beside(params, jnp.int32), packed, layout, format, moments)
