@@ -165,7 +165,7 @@ def untouched():
 
 def largest():
     """The largest batches of an H200, as the compiler plans memory."""
-    names = "largest", "largest-more"
+    names = "largest-43m", "largest", "largest-more"
     cases, _ = load(*names)
     labels = MODES | {
         "own": "the model's own bf16 option, or cast by hand",
