@@ -224,6 +224,7 @@ def test_burst_of_faults_leaves_the_next_step_as_it_was(faults):
     assert found.low == 1.0  # at the floor
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_the_count_sees_a_library_that_does_not_skip(faults):
     benchmark, ours = faults
