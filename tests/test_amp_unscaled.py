@@ -51,6 +51,32 @@ UNSCALED = {
 }
 
 
+def stored_in_f16(wrap=lambda f: f):
+    func = wrap(amp(lambda p, x: loss(p["w"], x)))
+    return func, {"w": W.astype("f2")}, X
+
+
+def gradient_beside_f16():
+    """The base is stored in f16, and only what is f32 is trained."""
+    func = amp(lambda lora, base, x: loss(base["w"] + lora["w"], x), params=(0, 1))
+    return jax.jit(jax.grad(func))({"w": W}, {"w": W.astype("f2")}, X)
+
+
+STORED = {
+    "grad": lambda: jax.grad(stored_in_f16()[0])(*stored_in_f16()[1:]),
+    "grad of jit": lambda: jax.grad(stored_in_f16(jax.jit)[0])(*stored_in_f16()[1:]),
+    "no scaling": lambda: mpx.value_and_grad(stored_in_f16()[0])(
+        mpx.NoLossScaling(), *stored_in_f16()[1:]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_gradient_of_a_parameter_stored_in_f16_warns_although_amp_is_bf16(name):
+    with pytest.warns(RuntimeWarning, match=REMEDY):
+        STORED[name]()
+
+
 def in_f16(func):
     with mpx.half_precision("f16"):
         return func()
@@ -93,6 +119,11 @@ QUIET = {
     "jaxamp": in_jaxamp,
     "bf16": lambda: jax.grad(amp(loss, dtype="bf16"))(W, X),
     "default": lambda: jax.grad(amp(loss))(W, X),
+    "stored in f16": lambda: stored_in_f16()[0](*stored_in_f16()[1:]),
+    "stored in f16, scaled": lambda: mpx.value_and_grad(stored_in_f16()[0])(
+        mpx.StaticLossScaling(1024.0), *stored_in_f16()[1:]
+    ),
+    "beside f16": gradient_beside_f16,
 }
 
 

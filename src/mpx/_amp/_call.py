@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._emit import Autocast
+from mpx._amp._emit import Autocast, warn_if_unscaled
 from mpx._amp._facts import F32, current_recording, is_low
 from mpx._casting._context import argument_names, refuse_cast_arguments
 from mpx._casting._keep import calls_marked, is_state
@@ -202,8 +202,13 @@ def _call_pure(
             recording.names.setdefault(id(array), name)  # the first name counts
     is_owner = any([is_param for _, is_param in named])
     has_params = is_owner or describe is not linen_name
-    wide = [convert_dtype(x, F32) if i in widened else x for i, x in enumerate(arrays)]
-    visitor.stored = {id(wide[i]): (wide[i], arrays[i]) for i in widened}
+    wide, visitor.stored = list(arrays), {}
+    for i in widened:
+        # The gradient of an f16 parameter is rounded to f16, whatever computes it.
+        is_f16 = recording is None and arrays[i].dtype == np.float16
+        stored = warn_if_unscaled(arrays[i]) if is_f16 else arrays[i]
+        wide[i] = convert_dtype(stored, F32)
+        visitor.stored[id(wide[i])] = wide[i], stored
     traced = visitor.start(Traced(body, consts, wide, named, has_params))
     outs = visitor.finish(run_traced(visitor, traced))
     visitor.stored.clear()  # derivative rules, which JAX keeps, refer to the visitor

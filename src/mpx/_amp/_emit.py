@@ -122,7 +122,7 @@ class Autocast(Settings):
             warn(_ALL_HIGHEST)
         if self.dtype != np.float16 or in_gradient_function.value:
             return outs
-        return [_warn_if_unscaled(out) for out in outs]
+        return [warn_if_unscaled(out) for out in outs]
 
     def plan(
         self,
@@ -575,26 +575,26 @@ _ALL_HIGHEST = (
     '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
 )
 _UNSCALED = (
-    "A function under `amp` in f16 is differentiated without a loss scale that mpx "
-    "knows of: gradients below 6e-8 become 0. Take the "
+    "A function under `amp` in f16, or with parameters stored in f16, is differentiated "
+    "without a loss scale that mpx knows of: gradients below 6e-8 become 0. Take the "
     "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
-    "use bf16, which needs no scale. If you scale the loss yourself, "
+    "use bf16 for both, which needs no scale. If you scale the loss yourself, "
     "filter this warning."
 )
 
 
 @jax.custom_jvp
-def _warn_if_unscaled(x: PyTree) -> PyTree:
-    """Returns a result as it is; if it is differentiated, that may warn.
+def warn_if_unscaled(x: PyTree) -> PyTree:
+    """Returns a parameter or a result as it is; if it is differentiated, that may warn.
 
     The derivative rule runs when JAX takes the derivative, also of a jitted function.
     """
     return x
 
 
-@_warn_if_unscaled.defjvp
+@warn_if_unscaled.defjvp
 def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
     is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
     if is_trained and not in_gradient_function.value:
         warn(_UNSCALED)
-    return _warn_if_unscaled(*primals), tangents[0]
+    return warn_if_unscaled(*primals), tangents[0]
