@@ -583,6 +583,16 @@ def test_zero_over_zero_is_a_fault_of_the_forward_pass():
     assert not found.fault.place.backward
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, mpx.amp])
+def test_zero_of_a_relu_is_no_epsilon(wrap):
+    def normalised(w, x):
+        h = jax.nn.relu(x @ w - 1e3)  # all units are dead
+        return jnp.mean(h / h.sum(-1, keepdims=True))
+
+    found = mpx.inspect.explain(wrap(normalised), jnp.ones((2, 2)), jnp.ones((1, 2)))
+    assert (found.fault.kind, found.fault.place.primitive) == ("nan", "div")
+
+
 def test_a_rounded_product_is_no_sum():
     def rotary(params, positions, frequencies):
         angles = positions.astype(jnp.bfloat16) * frequencies.astype(jnp.bfloat16)

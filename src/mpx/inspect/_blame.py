@@ -228,8 +228,11 @@ class Blame:
         sums: dict[int, tuple[int, Equation]] = {}
         for index in self.recording.before([x.origin.node for x in found if x.origin]):
             node = self.nodes[index]
-            small = [abs(x) for x in node.written if abs(x) < EPSILON]
-            if small and node.primitive in ("add", "max"):
+            kind = node.primitive
+            # `max(x, 0)` is a relu. An epsilon that is added may have become 0 in f16.
+            written = [abs(x) for x in node.written if x or kind == "add"]
+            small = [x for x in written if x < EPSILON]
+            if small and kind in ("add", "max"):
                 low, high = node.stats[0].shadow
                 least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
                 if least <= 4 * max(small):  # it is what keeps the result from zero
