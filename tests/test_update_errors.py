@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import mpx
 from mpx.testing import assert_trees_equal
@@ -113,6 +114,17 @@ def test_what_is_no_optimizer_is_refused(optimizer, momentum):
     params, _, state, grads = momentum
     with pytest.raises(TypeError, match="must be an optax transformation.*was given"):
         mpx.optimizer_update(params, optimizer, state, grads, True)
+
+
+def test_flax_models_beside_a_plain_optimizer_are_told_how_to_pass_it(momentum):
+    params, optimizer, state, grads = momentum
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    taken, new = nnx.state(module), optimizer.init(nnx.state(module, nnx.Param))
+    with pytest.raises(TypeError, match=r"NNX module. Pass `nnx.Optimizer\(model, "):
+        mpx.optimizer_update(module, optimizer, new, taken, True)
+    train_state = TrainState.create(apply_fn=None, params=params, tx=optimizer)
+    with pytest.raises(TypeError, match=r"holds its optimizer and state\. Pass `None`"):
+        mpx.optimizer_update(train_state, optimizer, state, grads, True)
 
 
 @pytest.mark.some(1)

@@ -127,16 +127,27 @@ def optimizer_update(
         (after,) = _skip(skip, step_nnx, (before,), grads_finite, axis_name)
         _nnx.update(args, after)
         return model, optimizer_state
+    if hasattr(model, "apply_gradients"):
+        raise TypeError(
+            "A Flax `TrainState` holds its optimizer and state. Pass `None` for both: "
+            "`optimizer_update(train_state, None, None, grads, grads_finite)`."
+        )
     check_transformation(
         optimizer,
         "`optimizer` must be an optax transformation or an `nnx.Optimizer`",
         " (For a Flax `TrainState` pass it as `model`, with `None` for `optimizer`.)",
     )
+    own_step = getattr(optimizer, "step", None)
+    if own_step is None and _nnx.is_nnx(model) and type(grads) is not type(model):
+        raise TypeError(
+            "`optimizer` is an optax transformation, but the model is an NNX module. Pass "
+            "`nnx.Optimizer(model, optimizer, wrt=nnx.Param)`, made once, and `None` for "
+            "`optimizer_state`."
+        )
     params = _params_with_grads(model, grads)
     names = "model", "gradients"
     check_same_structure(params, grads, "`optimizer_update`", names)
     map_with_name(check_grad, params, grads)
-    own_step = getattr(optimizer, "step", None)
     check_extra_args(extra_args, optimizer_state, is_compressed=own_step is not None)
     if own_step is not None:
         # It needs none of the values that line searches and schedules use, and selects
