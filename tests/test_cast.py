@@ -203,7 +203,7 @@ def test_struct_is_cast_like_the_array_it_describes(dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [int, "int32", jnp.float8_e4m3fn, "e5m2", "f8", "half"]
+    "dtype", [int, "int32", jnp.float8_e4m3fn, "e5m2", "f8", "half", {"w": 1}]
 )
 def test_casting_to_anything_but_a_float_is_refused(dtype):
     message = (

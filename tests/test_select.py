@@ -92,7 +92,7 @@ def of_matmul(selector):
         return [of_matmul(x) for x in selector]
     if hasattr(selector, "__next__"):
         return selector
-    if isinstance(selector, str | type):
+    if isinstance(selector, str | type | dict | eqx.Module):
         return selector
     return lambda matmul: selector(matmul.param.removeprefix("model/"), W)
 
@@ -166,6 +166,14 @@ def test_something_else_is_no_selector(place, wrong):
     wanted = rf"`\w+` takes a regular expression .* but {wrong!r} was given"
     with pytest.raises(TypeError, match=wanted):
         PLACES[place](iter(["norm", wrong]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("wrong", [{"norm": "f32"}, eqx.nn.LayerNorm(2)], ids=type)
+def test_a_dict_or_a_module_that_can_be_called_is_no_selector(place, wrong):
+    wanted = r"`\w+` takes a regular expression .* a module type, a predicate"
+    with pytest.raises(TypeError, match=wanted):
+        PLACES[place](wrong)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -9,10 +9,11 @@ path: its whole name must match. An expression or type that selects nothing is a
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.tree_util import all_leaves
 from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
@@ -24,10 +25,12 @@ Selectors = Selector | Iterable[Selector]
 
 def parse_selectors(given: PyTree, what: str) -> tuple[Selector, ...]:
     """Returns the selectors that a user gave: one, or several."""
-    single = callable(given) or isinstance(given, str)
-    selectors = (given,) if single or not isinstance(given, Iterable) else tuple(given)
+    single = callable(given) or isinstance(given, str | Mapping)
+    found: Any = (given,) if single or not isinstance(given, Iterable) else given
+    selectors = tuple(found)
     for selector in selectors:
-        if not callable(selector):
+        # A module that can be called, and not its type, is no predicate.
+        if not callable(selector) or not all_leaves([selector]):
             check_pattern(selector, what)
     return selectors
 

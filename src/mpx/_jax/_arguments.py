@@ -29,7 +29,8 @@ def check_function(func: object) -> None:
     if not callable(func):
         raise TypeError(
             f"Expected a function, such as a loss, but {type(func).__name__} was given. "
-            "Pass it before it is called: `mpx.amp(loss)(params)`."
+            "Pass it before it is called: `mpx.amp(loss)(params)`. Options come after it, "
+            'or by name: `@mpx.amp(dtype="f16")`.'
         )
 
 

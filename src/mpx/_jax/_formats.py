@@ -92,7 +92,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
     """Returns the NumPy dtype for a floating dtype of at least 16 bits or its name."""
     # Names are ours alone: NumPy reads "f8" as f64, "half" as f16 and `None` as f64.
     parsed = None
-    with contextlib.suppress(TypeError):
+    with contextlib.suppress(TypeError, ValueError):  # NumPy's for a dict of arrays
         by_name = isinstance(dtype, str) or dtype is None
         parsed = _NAMES.get(str(dtype)) if by_name else np.dtype(dtype)
     if parsed is None or parsed not in _SHORT_NAMES or not is_float_dtype(parsed):
