@@ -267,6 +267,21 @@ CALLS = {
         TypeError,
         "Expected a function, such as a loss, but StaticLossScaling",
     ),
+    "arrays instead of a function to cast": (
+        lambda: mpx.force_full_precision(X),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        "Expected a function, such as a loss, but .*Array",
+    ),
+    "arrays instead of an update": (
+        lambda: mpx.cond_update({"w": W}),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        "Expected a function, such as a loss, but dict",
+    ),
+    "a dtype instead of a function": (
+        lambda: mpx.cast_function("bf16"),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        "but str was given.* or by name: `@mpx.amp",
+    ),
     "mean as a word": (
         lambda: mpx.accumulate(loss, 2, mean="sum"),  # pyright: ignore[reportCallIssue]
         TypeError,

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from mpx._casting._context import half_precision_datatype
 from mpx._casting._select import Matcher, Selectors, parse_selectors
 from mpx._jax import _nnx
+from mpx._jax._arguments import check_function
 from mpx._jax._formats import at_least_f32, parse_float_dtype
 from mpx._jax._tree import (
     LeafName,
@@ -208,6 +209,7 @@ def cast_function(
     """
     if func is None:
         return functools.partial(cast_function, dtype=dtype, return_dtype=return_dtype)
+    check_function(func)
     # Names are checked now; "half" is looked up at each call, since it can be switched.
     inputs = None if dtype is None else parse_float_dtype(dtype)
     results = None if return_dtype is None else parse_float_dtype(return_dtype)
@@ -250,6 +252,7 @@ def force_full_precision(
     """
     if func is None:
         return functools.partial(force_full_precision, return_dtype=return_dtype)
+    check_function(func)
     results = None if return_dtype is None else parse_float_dtype(return_dtype)
 
     @functools.wraps(func)

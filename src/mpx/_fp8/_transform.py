@@ -187,7 +187,7 @@ class Fp8Function(Generic[P, R]):
         ):
             raise TypeError(
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
-                f"decorator, but {func!r} was given."
+                f"decorator, but {func!s:.99} was given."
             )
         autocast = autocast_of(func)
         if autocast is not None and autocast().residuals is not None:

@@ -98,7 +98,7 @@ def parse_float_dtype(dtype: DTypeLike, what: str = "dtype") -> np.dtype:
     if parsed is None or parsed not in _SHORT_NAMES or not is_float_dtype(parsed):
         raise ValueError(
             f"`{what}` must be a floating dtype of at least 16 bits (f16, bf16, f32 or "
-            f"f64), but {dtype!r} was given. Pass a dtype such as `jnp.bfloat16` or a "
+            f"f64), but {dtype!r:.99} was given. Pass a dtype such as `jnp.bfloat16` or a "
             'name such as "bf16".'
         )
     return parsed

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import hide_signature
 from mpx._jax import _nnx
-from mpx._jax._arguments import check_choice, refuse_result
+from mpx._jax._arguments import check_choice, check_function, refuse_result
 from mpx._jax._compat import varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -359,6 +359,7 @@ def cond_update(
     """
     if update_fn is None:
         return functools.partial(cond_update, axis_name=axis_name)
+    check_function(update_fn)
 
     @functools.wraps(update_fn)
     def wrapper(grads_finite: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
