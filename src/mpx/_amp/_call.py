@@ -6,6 +6,7 @@ library is imported here: if it is not loaded, none of its models can be running
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -77,6 +78,28 @@ def under_amp(
     # With itself: what wraps it in turn has its attributes, by `functools.wraps`.
     setattr(wrapper, "mpx_under_amp", (wrapper, func))  # noqa: B010
     return wrapper
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False, frozen=True)  # `jax.jit` takes it: it has a hash
+class ModuleUnderAmp:
+    """An Equinox module under `amp`: its parameters are still there to be trained."""
+
+    func: Callable[..., PyTree]
+    mpx_autocast: Callable[[], Autocast] = dataclasses.field(
+        metadata={"static": True}, repr=False
+    )
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return under_amp(self.func, self.mpx_autocast)(*args, **kwargs)
+
+    @property
+    def mpx_under_amp(self) -> tuple[PyTree, PyTree]:
+        return self, self.func
+
+    @property
+    def __wrapped__(self) -> PyTree:
+        return self.func
 
 
 def _take_arrays(

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
+import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._call import parse_params, under_amp
+from mpx._amp._call import ModuleUnderAmp, parse_params, under_amp
 from mpx._amp._emit import Autocast, autocast_for
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._context import is_amp, parse_reduce
@@ -186,7 +187,8 @@ def _wrap(
             "The function is under `amp` already. What the inner one chose holds, and the "
             "outer one finds nothing to do. Call `amp` once."
         )
-    return under_amp(func, autocast)
+    is_module = isinstance(func, eqx.Module)
+    return (ModuleUnderAmp if is_module else under_amp)(func, autocast)
 
 
 class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgument]
