@@ -648,6 +648,29 @@ def test_vmap_over_it_warns():
     assert got.shape == (2, 32, 32)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    {
+        "grad": jax.grad,
+        "amp": lambda loss: jax.grad(mpx.amp(loss)),
+        "jit": lambda loss: jax.jit(jax.value_and_grad(loss)),
+        "step": lambda loss: lambda p, x: p - jax.grad(loss)(p, x),
+    }.values(),
+)
+def test_fp8_around_a_gradient_warns(wrap):
+    loss = wrap(lambda p, x: jnp.sum((x @ p).astype(jnp.float32)))
+    with pytest.warns(RuntimeWarning, match=r"Take the gradient of its result"):
+        fp8(loss, min_gain=0)(W, X)
+
+
+def test_gradient_of_the_data_inside_is_no_gradient_of_parameters():
+    def loss(p, x):
+        forces = jax.grad(lambda x: jnp.sum((x @ p).astype(jnp.float32)))(x)
+        return jnp.sum(forces.astype(jnp.float32))
+
+    everywhere(loss)(W, X)  # warnings are errors
+
+
 def test_forward_mode_is_refused():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda p: everywhere(lambda p: X @ p)(p), (W,), (W,))

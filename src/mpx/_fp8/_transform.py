@@ -113,7 +113,7 @@ def fp8(
     argument, before those of `func`; its method `init(*args)` makes one.
 
     Take gradients of the result: `fp8(jax.grad(loss))` would only see half of the
-    matmuls. Forward-mode and second derivatives do not exist and raise.
+    matmuls, and warns. Forward-mode and second derivatives do not exist and raise.
 
     Args:
         func: The function, usually a loss. As a decorator `fp8` takes the recipe in its
@@ -140,8 +140,8 @@ def fp8(
         NotImplementedError: For `MXFP8` and `NVFP4` on hardware without units for it.
 
     Warns:
-        RuntimeWarning: Under `jax.vmap`, on GPUs without units for the recipe, and if
-            all linear layers were asked to run in f32.
+        RuntimeWarning: Under `jax.vmap`, on GPUs without units for the recipe, around a
+            gradient, and if all linear layers were asked to run in f32.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -249,7 +249,7 @@ class Fp8Function(Generic[P, R]):
         out = call_through(visitor, func, args, kwargs, eager=eager)
         found = {key: probe.shape[:-1] for key, (_, probe) in (scales or {}).items()}
         check_keys(layers.wanted, found)
-        _warn_of_f32(layers)
+        _warn_of_found(layers)
         return out
 
     def _autocast(
@@ -372,9 +372,15 @@ def _warn_of_vmap(arguments: PyTree) -> None:
         )
 
 
-def _warn_of_f32(visitor: Fp8) -> None:
+def _warn_of_found(visitor: Fp8) -> None:
     found = [x for x in visitor.found if isinstance(x, tuple)]  # `amp` has notes, too
     kinds = {kind for kind, _ in found}
+    if "gradient" in kinds:
+        warn(
+            "`fp8` is around a gradient, and sees only a part of its matmuls: those that "
+            "make the gradients of parameters stay in 16 bits, and the formats are those "
+            "of a forward pass. Take the gradient of its result: `jax.grad(fp8(loss))`."
+        )
     if "f32" in kinds and "fp8" not in kinds and not visitor.is_cast:
         name = min(name for kind, name in found if kind == "f32")
         warn(

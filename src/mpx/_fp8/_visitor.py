@@ -43,6 +43,7 @@ from mpx._jax._compat import (
     eval_equation,
     has_explicit_axes,
     hi_remat,
+    is_transposed,
     open_jaxpr,
     source_frames,
 )
@@ -68,6 +69,7 @@ from mpx._program._queries import (
     MATMULS,
     Equation,
     Position,
+    equations,
     flops,
     holds,
     walk_inside,
@@ -152,10 +154,15 @@ class Fp8(Transformation):
     def look_at(self, traced: Traced) -> Study:
         """Finds what the parameters of a function are for, and what the user selects."""
         self._check_selectors(traced)
-        pairs = zip(traced.named, traced.arrays, strict=True)
+        pairs = [*zip(traced.named, traced.arrays, strict=True)]
         facts = [self.argument_fact(*named, leaf) for named, leaf in pairs]
         found = study(traced.jaxpr, dict(zip(traced.jaxpr.invars, facts, strict=True)))
         self.purposes = found.purposes
+        # Of a gradient the results have the shapes of the parameters, too.
+        shapes = {x.shape for (name, _), x in pairs if name in found.layers}
+        returned = shapes and shapes <= {x.aval.shape for x in traced.jaxpr.outvars}
+        if returned and any(map(is_transposed, equations(traced.jaxpr))):
+            self.found.add(("gradient", ""))
         return found
 
     def _check_selectors(self, traced: Traced) -> None:
