@@ -12,7 +12,8 @@ class Fp8State(eqx.Module):
 
     Made by `init` of a function under `fp8` with `DelayedScaling`; a pytree of f32
     arrays, to be jitted, donated, sharded and saved like any other. The gradient of a
-    function with respect to it is not one: it holds the magnitudes of that call.
+    function with respect to it is not one: it holds the magnitudes of that call. Those of
+    several calls under one gradient would be added: `accumulate` takes the largest.
 
     Attributes:
         amaxes: By matmul, f32[*lengths of scans, history, 3]: the newest step first;
