@@ -149,6 +149,20 @@ def test_restored_arrays_are_committed_only_where_the_template_is(saved):
     assert all(x.devices() == {device} for x in jax.tree.leaves(restored["linen"]))
 
 
+@pytest.mark.parametrize(
+    "state", [{}, None, {"w": None, "name": "a"}, mpx.NoLossScaling()], ids=str
+)
+def test_state_without_arrays_comes_back(tmp_path, state):
+    save(tmp_path / "x", state)
+    assert jax.tree.structure(restore(tmp_path / "x", state)) == jax.tree.structure(
+        state
+    )
+    with pytest.raises(
+        ValueError, match=r"`w` is nothing, but the template has float32"
+    ):
+        restore(tmp_path / "x", {"w": jnp.ones(2)})
+
+
 def test_static_parts_come_from_the_template(saved):
     folder, state, fresh = saved
     template = eqx.tree_at(lambda t: t["model"].name, fresh, "other")

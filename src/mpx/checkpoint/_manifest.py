@@ -119,7 +119,7 @@ class Manifest(NamedTuple):
         if not partial:
             names |= dict.fromkeys([*self.nodes, *self.leaves])
         faults, parts = [], (self._parts, template._parts)
-        if not {*parts[0]} & {*parts[1]}:
+        if all(parts) and not {*parts[0]} & {*parts[1]}:
             holds, has = (", ".join(f"`{x}`" for x in part) for part in parts)
             faults.append(f"it holds {holds}, but the template {has}")
         for name in names:
