@@ -565,6 +565,13 @@ def test_function_without_matmuls(name, wrap):
     json.loads(found.to_json())
 
 
+def test_matmuls_of_an_empty_batch_can_be_shown():
+    found = report(
+        mpx.amp(lambda w, x: jnp.sum(x @ w)), jnp.ones((4, 4)), jnp.ones((0, 4))
+    )
+    assert "of 0 FLOP" in str(found)
+
+
 def test_integer_result_has_no_backward_pass():
     found = report(lambda p, x: jnp.argmax(x @ p), shape(D, D), shape(B, D))
     assert found.passes == "forward"

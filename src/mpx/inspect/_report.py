@@ -178,8 +178,8 @@ class Report(Result):
     def shares(self) -> dict[str, float]:
         """The share of the matmuls' operations by dtype, the largest first."""
         flops = self.flops
-        ordered = sorted(flops.items(), key=lambda item: -item[1])
-        return {dtype: count / sum(flops.values()) for dtype, count in ordered}
+        ordered, every = sorted(flops.items(), key=lambda x: -x[1]), sum(flops.values())
+        return {dtype: count / max(every, 1) for dtype, count in ordered}
 
     @property
     def recognised(self) -> tuple[Recognised, ...]:
