@@ -97,6 +97,19 @@ def test_healthy_model_raises_no_alarm(name):
     assert found.others == ()
 
 
+def test_scope_of_what_is_computed_again_is_told_once():
+    @mpx.amp
+    def loss(w, x):
+        with jax.named_scope("outer"):
+            h = x @ w
+            with jax.named_scope("inner"):
+                h = jax.nn.silu(h) * jnp.tanh(h)
+                return jnp.sum(jnp.sqrt(h - 9))
+
+    fault = explain(loss, normal(0, 16, 16), normal(1, 8, 16)).fault
+    assert (fault.place.primitive, fault.place.scope) == ("sqrt", "outer/inner")
+
+
 def test_table_has_fifty_faults_and_twenty_models():
     assert len(faults.PLANTED) >= 50
     assert len(faults.HEALTHY) >= 20

@@ -17,7 +17,7 @@ from mpx._amp._decide import Choice
 from mpx._amp._facts import DATA, F32, LOW_DTYPES, Settings, cast, is_eligible
 from mpx._amp._hints import run_pointwise
 from mpx._amp._rules import COMPARED, Rule, rule_for
-from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scopes_of
+from mpx._jax._compat import Literal, eval_jaxpr, jaxpr_of, scoped_inside, scopes_of
 from mpx._jax._formats import FORMATS
 from mpx._program._flow import Flow, after, propagate
 from mpx._program._interpreter import Frame, Op, Outcome, Scopes, Values
@@ -240,7 +240,9 @@ def _signature(chain: Chain) -> Hashable:
 def _function_of(
     chain: Chain, is_low: list[bool] | None, dtype: np.dtype
 ) -> Callable[[Any], Values]:
-    jaxpr = jaxpr_of([chain.source], chain.outvars, chain.equations)
+    # It runs in the scopes of its first equation, which would count twice.
+    equations = [scoped_inside(eqn, chain.equations[0]) for eqn in chain.equations]
+    jaxpr = jaxpr_of([chain.source], chain.outvars, equations)
 
     @jax.checkpoint
     def compute(low: Any) -> Values:

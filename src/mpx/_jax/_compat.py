@@ -338,6 +338,16 @@ def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     return user_context(eqn.source_info.traceback, name_stack=stack)
 
 
+def scoped_inside(eqn: Any, outer: Any) -> Any:
+    """Returns an equation to run in the scopes of another one, without those of both."""
+    info, stack = eqn.source_info, eqn.source_info.name_stack
+    shared = len(outer.source_info.name_stack.stack)
+    if stack.stack[:shared] != outer.source_info.name_stack.stack:
+        return eqn
+    rest = type(stack)(stack.stack[shared:])
+    return eqn.replace(source_info=info.replace(name_stack=rest))
+
+
 def scopes_of(eqn: Any) -> tuple[str, ...]:
     """Returns the `jax.named_scope`s of an equation, outermost first."""
     return _scopes(eqn.source_info.name_stack)
