@@ -486,6 +486,12 @@ def test_state_made_from_one_array_can_be_donated(jit):
     assert float(one) == 1.0  # the caller's array is not the state's
 
 
+def test_counts_of_skipped_steps_end_at_the_largest_integer():
+    most = 2**31 - 1
+    scaling = DynamicLossScaling(skipped=most, consecutive_skipped=most).adjust(False)
+    assert int(scaling.skipped) == int(scaling.consecutive_skipped) == most
+
+
 def test_scaling_can_be_donated_in_a_loop(scaling):
     step = jax.jit(lambda s, f: s.adjust(f), donate_argnums=0)
     expected = jax.tree.map(lambda x: np.array(x, copy=True), three_steps(scaling))

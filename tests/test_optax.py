@@ -542,3 +542,11 @@ def test_a_parameter_beyond_its_range_comes_back_with_its_master():
     updates, _ = tx.update({"w": jnp.array([jnp.inf, 0.0])}, state, params)
     params = optax.apply_updates(params, updates)
     assert not jnp.isfinite(params["w"][0])
+
+
+def test_counts_of_skipped_updates_end_at_the_largest_integer():
+    optimizer, most = skip_nonfinite(optax.sgd(1.0)), jnp.int32(2**31 - 1)
+    state = optimizer.init(jnp.ones(2))
+    state = state._replace(skipped=most, consecutive_skipped=most)
+    _, state = optimizer.update(jnp.full(2, jnp.nan), state, jnp.ones(2))
+    assert int(state.skipped) == int(state.consecutive_skipped) == most

@@ -94,10 +94,11 @@ def skip_nonfinite(
         finite &= stays_finite(state.inner_state, inner, updates)
         finite = together(finite, state.skipped, axis_name)
         updates = select_tree(finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        more = optax.safe_increment
         return updates, SkipNonfiniteState(
             inner_state=select_tree(finite, inner, state.inner_state),
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-            consecutive_skipped=jnp.where(finite, 0, state.consecutive_skipped + 1),
+            skipped=jnp.where(finite, state.skipped, more(state.skipped)),
+            consecutive_skipped=jnp.where(finite, 0, more(state.consecutive_skipped)),
             last_finite=finite,
         )
 

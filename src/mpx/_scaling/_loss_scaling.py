@@ -247,12 +247,14 @@ class DynamicLossScaling(LossScaling):
         scale = jnp.minimum(scale, jnp.float32(self.max_loss_scaling))
         # Used up, the tolerance stays at one: every further overflow backs off.
         tolerance = jnp.where(grow, self.hysteresis, jnp.maximum(tolerance, 1))
+        # The largest int32 plus one would be negative.
+        more = lambda count: jnp.maximum(count, count + 1)  # noqa: E731
         new = {
             # `fmax` takes the floor for a scale that is nan.
             "loss_scaling": jnp.fmax(scale, self.min_loss_scaling),
             "counter": jnp.where(finite & ~grow, self.counter + 1, 0),
-            "skipped": jnp.where(finite, self.skipped, self.skipped + 1),
-            "consecutive_skipped": jnp.where(finite, 0, self.consecutive_skipped + 1),
+            "skipped": jnp.where(finite, self.skipped, more(self.skipped)),
+            "consecutive_skipped": jnp.where(finite, 0, more(self.consecutive_skipped)),
             "tolerance": tolerance,
         }
         where = lambda scaling: [getattr(scaling, name) for name in new]  # noqa: E731
