@@ -372,3 +372,18 @@ def test_observing_adds_no_callback_and_no_recompilation():
     jitted({"w": jnp.zeros(3)})
     assert jitted._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     assert "callback" not in jitted.lower({"w": jnp.ones(3)}).as_text()
+
+
+def test_gradient_without_a_name_is_a_leaf():
+    recorder = watch()
+    recorder.record(observe(loss=1.0, grads=jnp.array([1.0, jnp.nan])))
+    assert "(leaf)" in str(recorder.summary())
+    assert recorder.skips[0].leaf == "(leaf)"
+
+
+@pytest.mark.parametrize("exponents", [True, False])
+def test_step_is_not_taken_if_loss_or_a_complex_gradient_is_nan(exponents):
+    bad = {"loss": jnp.nan}, {"grads": {"c": jnp.array(jnp.nan * 1j)}}
+    for given in bad:
+        given = {"loss": 1.0, "grads": {"w": jnp.ones(2)}} | given
+        assert not observe(**given, exponents=exponents).finite

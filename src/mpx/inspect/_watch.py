@@ -76,7 +76,7 @@ def observe(
         result: What `mpx.value_and_grad` or `mpx.accumulate` returned.
         loss: The loss, if there is no `result`.
         grads: The gradients, if there is no `result`.
-        finite: Whether the step was taken; by default, whether the gradients are finite.
+        finite: Whether the step was taken; by default, whether loss and gradients are.
         scaling: The loss scaling with which the step was taken.
         fp8: The state of delayed scaling, if there is no `result`.
         before: The parameters before the step, to find those that do not move. For a
@@ -106,7 +106,10 @@ def observe(
         )
     stats = exponent_stats(grads) if exponents and grads is not None else None
     if finite is None:
-        finite = all_finite((loss, grads)) if stats is None else stats.all_finite()
+        counted = stats is not None
+        rest = [x for x in jax.tree.leaves(grads) if not (counted and is_floating(x))]
+        finite = all_finite((loss, rest))
+        finite = finite & stats.all_finite() if counted else finite
     # The newest magnitudes of each matmul, the largest over the layers of a scan.
     newest = {k: x[..., 0, :] for k, x in fp8.amaxes.items()} if fp8 else {}
     return Observation(
@@ -428,7 +431,7 @@ def _skip_of(step: int, seen: Observation, scale: float) -> Skip:
     share = (stats.infs + stats.nans) / np.maximum(stats.sizes, 1)
     i, bad = np.argmin(np.where(share > 0, share, np.inf)), np.count_nonzero(share)
     infs, nans = int(stats.infs[i]), int(stats.nans[i])
-    return Skip(step, stats.names[i], int(bad), infs, nans, loss, scale)
+    return Skip(step, stats.names[i] or "(leaf)", int(bad), infs, nans, loss, scale)
 
 
 watch = Watch
