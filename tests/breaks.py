@@ -950,10 +950,18 @@ BREAKS = [
     Break(
         "factors that are written are rounded",
         "_amp",
-        'if "rounded" in literals and _is_scaled(op):',
-        "if False:",
+        "if not (is_part or any(read) or _is_scaled(op)):",
+        "if not (is_part or any(read)):",
         "amp_literals",
-        "average",
+        "factor_is",
+    ),
+    Break(
+        "a long sum is rounded after each addition",
+        "_amp",
+        "if n and n + ahead[x] >= _MANY",
+        "if n > 1000",
+        "amp_long_sums",
+        "rounded_once and faded",
     ),
     Break(
         "the frozen part of a model is data",

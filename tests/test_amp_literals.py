@@ -70,6 +70,11 @@ def test_factors_of_an_average_add_up_to_one():
     np.testing.assert_allclose(found, exact, rtol=0.03)
 
 
+def test_a_factor_is_the_number_that_is_written():
+    scaled = lambda w, x: jnp.sum(jnp.abs(x @ w) * 0.998)  # noqa: E731
+    np.testing.assert_allclose(mpx.amp(scaled)(W, X), scaled(W, X), rtol=5e-4)
+
+
 @pytest.mark.parametrize("norm", [unit, lambda h: h * jax.lax.rsqrt(
     jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)])  # fmt: skip
 @pytest.mark.parametrize("scale", [100.0, 1e-3])

@@ -60,6 +60,7 @@ from mpx._amp._rules import (
     Rule,
     as_compute_dtype,
 )
+from mpx._amp._sums import run_sum
 from mpx._casting._context import COMPUTE, Reduce, amp_reduce, in_gradient_function
 from mpx._jax._compat import (
     INLINE,
@@ -155,6 +156,10 @@ class Autocast(Settings):
 
     def emit(self, op: Op, choice: Choice) -> Values | Outcome:
         """Runs an equation as it was decided."""
+        if choice.how in (Rule.WIDEST, Rule.FOLLOW):
+            op, outs = run_sum(self, op)
+            if outs is not None:
+                return outs
         return _EMITTERS[choice.how](self, op, choice.rule)
 
     def equation(self, op: Op) -> Outcome:
@@ -272,9 +277,6 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
     # Of a bound, as 0.999 of a clip, 16 bits would make another one, which guards nothing.
     if dtype == F32 or not fits or is_rounded:
         return bind(eqn, changed(op, amp.widen))
-    if "rounded" in literals and _is_scaled(op):
-        wide = [cast(x, F32) if is_low(x) else x for x in arrays_of(op.values)]
-        return [cast(x, dtype) for x in bind(eqn, wide)]
     values = [
         cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x
         for var, x, fact in zip(eqn.invars, op.values, facts, strict=True)
@@ -287,20 +289,6 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
         run = make(eqn.primitive, tuple(eqn.params.items()), dtype, may_spread)
         return list(run(*arrays_of(values)))
     return _summed_in_f32(amp, op, values)
-
-
-def _is_scaled(op: Op) -> bool:
-    """Returns whether a 16-bit value is multiplied with a literal, or added to one.
-
-    In f32 the literal is what is written, and nothing more is kept for the backward pass.
-    """
-    name = op.eqn.primitive.name
-    literals = [fact.literal is not None for fact in op.facts]
-    lows = [is_low(x) for x in op.values]
-    is_pair = sorted(lows) == sorted(literals) == [False, True]
-    return is_pair and (
-        name in ("add", "sub", "mul") or (name == "div" and literals[1])
-    )
 
 
 @functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types

@@ -1,0 +1,102 @@
+"""Sums that are written as additions are made in f32 under `amp`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from models import equations, normal
+
+N, D = 64, 8
+X, W = normal(0, N, 16), normal(1, 16, D) / 4
+
+
+def low(w, x):
+    return jnp.abs(x @ w)
+
+
+def tree(h):
+    while len(h) > 1:
+        h = h[::2] + h[1::2]
+    return h[0]
+
+
+def scanned(h):
+    return lax.associative_scan(jnp.add, h, axis=0)[-1]
+
+
+def average(h, start=0.0):
+    for row in h:
+        start = 0.998 * start + 0.002 * row
+    return start
+
+
+def towards(h):
+    mean = h[0]
+    for row in h[1:]:
+        mean = mean - (mean - row) / 500
+    return mean
+
+
+def faded(h):
+    for _ in range(N):
+        h = h * 0.998
+    return h
+
+
+def of_layers(h):
+    total = jnp.zeros(D)
+    for i in range(0, N, 2):
+        total = total + 0.37 * jnp.abs(h[i : i + 2]).reshape(-1, D)[0]
+    return -total
+
+
+SUMS = {
+    "tree": tree,
+    "scan": scanned,
+    "average": lambda h: average(h, h[0]),
+    "towards": towards,
+    "faded": faded,
+    "layers": of_layers,
+    "python": lambda h: sum(h),
+}
+
+
+@pytest.mark.some(3)
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16:RuntimeWarning")
+def test_a_sum_of_many_additions_is_rounded_once(name, dtype):
+    # Both sum the same numbers, which 16 bits hold.
+    w, x = jnp.round(16 * W) / 16, jnp.round(4 * X) / 4
+    as_16_bits = functools.partial(
+        lax.reduce_precision, exponent_bits=8, mantissa_bits=7
+    )
+    mark = {"bf16": mpx.amp_low, "f16": mpx.amp_low, None: as_16_bits}
+
+    def loss(w, x, dtype=None):
+        return jnp.sum(SUMS[name](mark[dtype](low(w, x))))
+
+    value, grad = jax.value_and_grad(mpx.amp(loss, dtype))(w, x, dtype)
+    wanted, slope = jax.value_and_grad(loss)(w, x)
+    np.testing.assert_allclose(value, wanted, rtol=2.0**-9)
+    # Cotangents are rounded once, and so are the terms of the product.
+    assert jnp.linalg.norm(grad - slope) < 2.0**-7 * jnp.linalg.norm(slope)
+
+
+def stream(w, x):
+    x = mpx.amp_low(x)
+    for _ in range(10):
+        x = x + jnp.tanh(x @ w) @ w + x @ w
+    return x
+
+
+def test_a_residual_stream_stays_in_16_bits():
+    traced = jax.make_jaxpr(mpx.amp(stream))(jnp.eye(16), X)
+    added = [x for x in equations(traced) if x.primitive.name == "add"]
+    assert {str(x.outvars[0].aval.dtype) for x in added} == {"bfloat16"}
