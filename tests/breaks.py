@@ -964,6 +964,14 @@ BREAKS = [
         "rounded_once and faded",
     ),
     Break(
+        "a product of masks is rounded",
+        "_amp",
+        "if facts and all([x.is_count for x in facts[:2]]):",
+        "if False:",
+        "amp_long_sums",
+        "masks_count",
+    ),
+    Break(
         "the frozen part of a model is data",
         "_amp",
         "is_part = all(x is None or y is None for x, y in pairs)",

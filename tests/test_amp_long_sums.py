@@ -1,4 +1,4 @@
-"""Sums that are written as additions are made in f32 under `amp`."""
+"""Sums that are written as additions are made in f32 under `amp`, and counts are exact."""
 
 import functools
 
@@ -13,6 +13,7 @@ from models import equations, normal
 
 N, D = 64, 8
 X, W = normal(0, N, 16), normal(1, 16, D) / 4
+LABELS = jnp.arange(1500) % 3
 
 
 def low(w, x):
@@ -100,3 +101,41 @@ def test_a_residual_stream_stays_in_16_bits():
     traced = jax.make_jaxpr(mpx.amp(stream))(jnp.eye(16), X)
     added = [x for x in equations(traced) if x.primitive.name == "add"]
     assert {str(x.outvars[0].aval.dtype) for x in added} == {"bfloat16"}
+
+
+def lower(n):
+    return jnp.tril(jnp.ones((n, n)))
+
+
+def one_hot(labels):
+    return jax.nn.one_hot(labels, 3)
+
+
+COUNTS = {
+    "positions": lambda labels: lower(1500) @ one_hot(labels),
+    "positions of some": lambda labels: (
+        lower(1500) @ (one_hot(labels) * (labels > 0).astype(jnp.float32)[:, None])
+    ),
+    "rows of a unit matrix": lambda labels: lower(1500) @ jnp.eye(3)[labels],
+    "where": lambda labels: (
+        lower(1500) @ jnp.where(labels[:, None] == jnp.arange(3), 1.0, 0.0)
+    ),
+    "pairs": lambda labels: one_hot(labels).T @ one_hot(jnp.minimum(labels, 1)),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", COUNTS)
+def test_products_of_masks_count(name):
+    counts = mpx.amp(lambda labels: COUNTS[name](labels - 1))(LABELS + 1)
+    np.testing.assert_array_equal(counts, COUNTS[name](LABELS))
+
+
+def test_a_product_of_a_mask_and_data_runs_low():
+    pick = lambda x, labels: one_hot(labels[:N]).T @ x  # noqa: E731
+    (dot,) = [
+        x
+        for x in equations(jax.make_jaxpr(mpx.amp(pick))(X, LABELS))
+        if x.primitive.name == "dot_general"
+    ]
+    assert dot.outvars[0].aval.dtype == jnp.bfloat16

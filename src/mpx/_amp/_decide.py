@@ -172,6 +172,8 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
     up. A product with a vector is an inner product, as in a norm, whose result may leave the
     range of f16; with one weight it is a layer of one example or one output.
     """
+    if facts and all([x.is_count for x in facts[:2]]):
+        return "a product of masks counts, and 16 bits round numbers above 256"
     summed, free = matmul_sizes(eqn)
     # A size that is a symbol counts as larger than 1.
     if isinstance(summed, int) and summed <= 1:

@@ -63,6 +63,8 @@ class Source(NamedTuple):
 
     # Whether parameters were repeated, as for each example: a learnt query
     repeated: bool = False
+    # Whether only integers, booleans and numbers of the program enter, as in a mask
+    is_count: bool = False
 
     @property
     def is_param(self) -> bool:
@@ -89,7 +91,8 @@ class Source(NamedTuple):
 
 
 DATA = Source()
-CONSTANT = Source("constant")
+COUNT = Source(is_count=True)
+CONSTANT = Source("constant", is_count=True)
 
 
 def argument(name: str, value: PyTree, *, is_param: bool) -> Source:
@@ -110,7 +113,7 @@ def join(sources: Sequence[Source]) -> Source:
     """Returns the source of a value that is computed from others."""
     kinds = {source.kind for source in sources}
     if "data" in kinds:
-        return DATA
+        return COUNT if all([x.is_count for x in sources]) else DATA
     if "params" not in kinds:
         return CONSTANT
     names = frozenset().union(*(x.names for x in sources))
@@ -120,6 +123,8 @@ def join(sources: Sequence[Source]) -> Source:
 def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     """Returns the sources of the results of an equation that holds no jaxpr."""
     name, count = eqn.primitive.name, len(eqn.outvars)
+    pairs = zip(eqn.invars, sources, strict=True)
+    sources = [y._replace(is_count=True) if _is_whole(x.aval) else y for x, y in pairs]
     if name in _BARRIERS and len(sources) == count:
         if name in _REPEATS:
             return list(sources)
@@ -127,7 +132,7 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     if not sources or name == "random_wrap":
         found = CONSTANT  # an iota, a random key
     elif name == "gather" and is_lookup(eqn, sources):
-        found = DATA
+        found = COUNT if sources[0].is_count else DATA
     elif name in MOVES:
         found = sources[0]
         if name == "broadcast_in_dim" and found.kind == "params":
@@ -171,6 +176,11 @@ def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
 def is_eligible(aval: Any) -> bool:
     """Returns whether autocast may hold a value in the compute dtype: it is f32."""
     return getattr(aval, "dtype", None) == F32
+
+
+def _is_whole(aval: Any) -> bool:
+    """Returns whether a value is an integer or a boolean."""
+    return getattr(getattr(aval, "dtype", None), "kind", "V") in "biu"
 
 
 def is_low(x: PyTree) -> bool:
@@ -314,11 +324,11 @@ class Settings(Transformation):
             return CONSTANT
         number, form = float(atom.val), FORMATS[short_name(self.dtype)]
         if not np.isfinite(number) or number == 0:
-            return Source("constant", literal="exact")
+            return CONSTANT._replace(literal="exact")
         if not form.tiny <= abs(number) <= form.max:
-            return Source("constant", literal="outside")
+            return CONSTANT._replace(literal="outside")
         is_exact = float(np.asarray(number).astype(self.dtype)) == number
-        return Source("constant", literal="exact" if is_exact else "rounded")
+        return CONSTANT._replace(literal="exact" if is_exact else "rounded")
 
     def fact_inside(self, fact: Source, var: Any, kind: Kind) -> Source:
         if kind == "carry":
