@@ -972,6 +972,14 @@ BREAKS = [
         "masks_count",
     ),
     Break(
+        "a sum over the examples of a vmap is in 16 bits",
+        "_amp",
+        'if name == "psum" and not',
+        'if name == "nothing" and not',
+        "amp_long_sums",
+        "vmap",
+    ),
+    Break(
         "the frozen part of a model is data",
         "_amp",
         "is_part = all(x is None or y is None for x, y in pairs)",

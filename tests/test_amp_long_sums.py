@@ -139,3 +139,14 @@ def test_a_product_of_a_mask_and_data_runs_low():
         if x.primitive.name == "dot_general"
     ]
     assert dot.outvars[0].aval.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_sum_over_the_examples_of_a_vmap_is_f32_on_either_side(is_inside):
+    def mean(x):
+        return lax.pmean(mpx.amp_low(x), "examples")
+
+    map_ = functools.partial(jax.vmap, axis_name="examples")
+    x = jnp.round(64 + X)
+    found = map_(mpx.amp(mean))(x) if is_inside else mpx.amp(map_(mean))(x)
+    np.testing.assert_allclose(found, map_(mean)(x), rtol=1e-6)

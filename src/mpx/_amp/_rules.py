@@ -27,7 +27,7 @@ from mpx._casting._select import (
     search,
     shown,
 )
-from mpx._jax._compat import lowered_primitives
+from mpx._jax._compat import lowered_primitives, manual_axes
 from mpx._jax._formats import PRECISIONS, parse_float_dtype
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
@@ -135,6 +135,8 @@ def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> R
         # x² feeds the statistics of norms and 1/xⁿ has a wide range; x³ is gelu's.
         power = params["y"]
         return Rule.F32 if power == 2 or power < 0 or compute_is_f16 else Rule.FOLLOW
+    if name == "psum" and not manual_axes().intersection(params["axes"]):
+        return Rule.F32  # over the examples of a `jax.vmap`, not over devices
     return PRIMITIVES.get(name, Rule.ORIGINAL)
 
 

@@ -131,9 +131,14 @@ assumed_gpu = make_jit_context(None)  # the compute capability to trace for
 # --- Values that vary between devices -------------------------------------------------
 
 
+def manual_axes() -> frozenset[str]:
+    """Returns the names of axes of devices, as of `jax.shard_map`, not of a `jax.vmap`."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes along which a value differs between devices."""
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+    if not manual_axes():
         return frozenset()
     axis_type = getattr(aval, "manual_axis_type", None)
     return getattr(axis_type, "varying", None) or frozenset()
@@ -145,8 +150,7 @@ def as_varying(x: jax.Array, axis_names: Sequence[str]) -> jax.Array:
     Under `jax.shard_map` the derivative with respect to a replicated value would be
     summed over the devices. For the axis of a `vmap` nothing is tracked.
     """
-    mapped = {*jax.sharding.get_abstract_mesh().manual_axes}
-    names = mapped - varying_axes(jax.typeof(x))
+    names = manual_axes() - varying_axes(jax.typeof(x))
     missing = tuple(name for name in axis_names if name in names)
     return lax.pcast(x, missing, to="varying") if missing else x
 
