@@ -964,6 +964,14 @@ BREAKS = [
         "rounded_once and faded",
     ),
     Break(
+        "the products of a sum are rounded",
+        "_amp",
+        'is_summed = name == "mul" and',
+        "is_summed = False and",
+        "amp_long_sums",
+        "unit_vector",
+    ),
+    Break(
         "a product of masks is rounded",
         "_amp",
         "if facts and all([x.is_count for x in facts[:2]]):",

@@ -90,6 +90,21 @@ def test_a_sum_of_many_additions_is_rounded_once(name, dtype):
     assert jnp.linalg.norm(grad - slope) < 2.0**-7 * jnp.linalg.norm(slope)
 
 
+def test_a_unit_vector_has_length_one():
+    def lengths(w, x):
+        h = (x @ w)[:, :2]
+        norm = jnp.sqrt(jnp.sum(h * h, axis=-1, keepdims=True))
+        return jnp.sum(jnp.square(h / norm), axis=-1)
+
+    np.testing.assert_allclose(mpx.amp(lengths)(W, X), 1, rtol=1e-6)
+
+
+def test_a_sum_of_products_keeps_operands_of_16_bits():
+    total = mpx.amp(lambda w: jnp.sum((X @ w) * jnp.tanh(X @ w)))
+    kept = jax.tree.leaves(jax.linearize(total, W)[1])
+    assert {str(x.dtype) for x in kept if x.shape == (N, D)} == {"bfloat16"}
+
+
 def stream(w, x):
     x = mpx.amp_low(x)
     for _ in range(10):

@@ -60,7 +60,7 @@ from mpx._amp._rules import (
     Rule,
     as_compute_dtype,
 )
-from mpx._amp._sums import run_sum
+from mpx._amp._sums import only_summed, run_sum
 from mpx._casting._context import COMPUTE, Reduce, amp_reduce, in_gradient_function
 from mpx._jax._compat import (
     INLINE,
@@ -281,7 +281,9 @@ def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
         cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x
         for var, x, fact in zip(eqn.invars, op.values, facts, strict=True)
     ]
-    if any(getattr(x, "dtype", None) == F32 for x in values):
+    is_summed = name == "mul" and only_summed(amp.frame, eqn.outvars[0])
+    if is_summed or any(getattr(x, "dtype", None) == F32 for x in values):
+        dtype = F32 if is_summed else dtype
         # A user's rule may be for a primitive that holds a function: it is not kept.
         is_known = PRIMITIVES.get(name) == Rule.WIDEST
         make = _rounded_once if is_known else _rounded_once.__wrapped__

@@ -72,6 +72,16 @@ def _is_scaled(op: Op) -> bool:
     return name in ("add", "sub", "mul") or (name == "div" and literals[0] is None)
 
 
+def only_summed(frame: Frame, product: Any) -> bool:
+    """Returns whether sums alone read a product, such as norms: it need not be rounded.
+
+    They are one kernel, which stores no product, and keep the operands of 16 bits.
+    """
+    readers = [eqn.primitive.name for eqn, _ in frame.readers.get(product, ())]
+    is_returned = any(x is product for x in frame.jaxpr.outvars)
+    return {*readers} == {"reduce_sum"} and not is_returned
+
+
 def _parts(frame: Frame) -> frozenset[Any]:
     found = ((eqn, _kind(eqn)) for eqn in frame.jaxpr.eqns)
     kinds = [(eqn, kind) for eqn, kind in found if kind is not None]
