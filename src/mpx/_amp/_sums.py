@@ -36,7 +36,7 @@ def run_sum(amp: Settings, op: Op) -> tuple[Op, Values | None]:
         amp.frame.made[Sums] = Sums(_parts(amp.frame), set()), None
     parts, wide = amp.frame.made[Sums][0]
     read = [not isinstance(x, Number) and x in wide for x in op.eqn.invars]
-    is_part = op.eqn.outvars[0] in parts
+    is_part = not parts.isdisjoint(op.eqn.outvars)
     if not (is_part or any(read) or _is_scaled(op)):
         return op, None
     # Numbers of the program outside of the range of 16 bits make a result that is f32.
