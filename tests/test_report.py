@@ -431,6 +431,28 @@ def test_reason_of_an_f32_matmul_is_the_decision_of_amp_in_both_passes(func, rea
     assert {x.reason for x in found.matmuls if x.dtype == "bf16"} == {""}
 
 
+def test_reason_is_that_of_the_forward_pass_for_both_parameters_of_a_product():
+    def loss(p, x):
+        return jnp.mean((x @ p["w"]).astype(jnp.float32)) * jnp.dot(p["a"], p["b"])
+
+    params = {"w": shape(D, H), "a": shape(H), "b": shape(H)}
+    rows = [x for x in report(mpx.amp(loss), params, shape(B, D)).matmuls if x.reason]
+    assert {x.place.param for x in rows if x.place.backward} == {"p/a", "p/b"}
+    (reason,) = {x.reason for x in rows}
+    assert reason.startswith("a product with a vector is a sum")
+
+
+@pytest.mark.standard_promotion
+def test_reason_of_a_product_with_complex_numbers_is_the_decision_of_amp():
+    def loss(p, x):
+        rotated = x @ (p["a"] * jnp.complex64(1j))
+        return jnp.mean(jnp.square(jnp.abs(rotated)))
+
+    found = report(mpx.amp(loss), WEIGHTS, shape(B, D))
+    (row,) = (x for x in found.matmuls if not x.place.backward)
+    assert (row.dtype, row.reason) == ("f32×complex64", "an operand is not f32")
+
+
 @pytest.mark.standard_promotion
 def test_reason_in_both_passes_is_what_promotes_the_forward_one():
     def loss(p, x):

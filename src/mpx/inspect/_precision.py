@@ -64,9 +64,11 @@ def operations(
     decided = {
         (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
         for x in full.recording.decisions
-        if x.primitive in _MULTIPLIES and "float32" in x.after
+        if x.primitive in _MULTIPLIES and {"float32", "complex64"} & {*x.after}
     }
-    forward: dict[tuple[str, str], str] = {}  # the reasons of f32 in the forward pass
+    # The reasons of f32 in the forward pass, by line and parameter, and by line: a
+    # matmul may read two parameters, and be known by one.
+    forward: dict[tuple[str, str] | str, str] = {}
     matmuls: dict[Matmul, Matmul] = {}
     promoted, opaque = list[Kept](), list[Kept]()
     for here, place in sites(full):
@@ -76,9 +78,12 @@ def operations(
             shapes = tuple(tuple(x.aval.shape) for x in eqn.invars[:2])
             key = place.primitive, place.source, shapes
             reason = decided.get(key, "" if is_own else why.get(id(eqn), ""))
+            if place.backward:
+                reason = forward.get(place.source, reason)
             found = _matmul(here, place, forward.get(line, reason))
             if found.reason and not place.backward:
                 forward[line] = found.reason
+                forward.setdefault(place.source, found.reason)
             same = found._replace(times=0, flops=0, bytes=0)
             before = matmuls.get(same, same)
             matmuls[same] = found._replace(
