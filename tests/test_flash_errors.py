@@ -119,7 +119,7 @@ ERRORS = {
     "complex parameter": (
         lambda: kind("adamw").init({"c": jnp.ones(3, jnp.complex64)}),
         TypeError,
-        "`c` is complex64, but .* f32, bf16 or f16. Cast it, or freeze it",
+        "`c` is complex64, but .* f32, bf16 or f16. Hold it in .* as two, .* freeze it",
     ),
     "finite is no flag": (
         lambda: kind("adamw").step(W, kind("adamw").init(W), W, finite=1.0),

@@ -120,7 +120,8 @@ def is_trainable(name: LeafName, param: PyTree) -> bool:
     if _is_inexact(param):
         raise TypeError(
             f"`{name}` is {dtype}, but compressed optimizers hold weights in f32, bf16 or "
-            "f16. Cast it, or freeze it with `ParamGroup(path, frozen=True)`."
+            "f16. Hold it in one of these (a complex parameter as two, its real and its "
+            "imaginary part), or freeze it with `ParamGroup(path, frozen=True)`."
         )
     return False
 
