@@ -13,6 +13,7 @@ from mpx import amp
 N = 512
 LOW, F32 = "bfloat16", "float32"
 POSITIONS = jnp.arange(2048.0)
+DATA = normal(9, 8, 4)  # not made of numbers of the program
 FREQUENCIES = 10000.0 ** -(jnp.arange(0, 32, 2) / 32)
 
 
@@ -48,9 +49,9 @@ OUTER = {
         ),
         F32,
     ),
-    "two summed": (lambda: jnp.ones((3, 2)) @ jnp.ones((2, 4)), LOW),
+    "two summed": (lambda: DATA[:3, :2] @ DATA[:2], LOW),
     "pointwise conv": (lambda: conv(jnp.ones((2, 3, 8)), jnp.ones((3, 1, 1)), 3), F32),
-    "depthwise conv": (lambda: conv(jnp.ones((2, 3, 8)), jnp.ones((3, 1, 2)), 3), LOW),
+    "depthwise conv": (lambda: conv(jnp.ones((2, 3, 8)), DATA[:3, None, :2], 3), LOW),
     "ragged": (
         lambda: lax.ragged_dot(
             jnp.ones((4, 1)), jnp.ones((2, 1, 3)), jnp.array([1, 3])

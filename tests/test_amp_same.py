@@ -254,6 +254,7 @@ def test_what_ran_before_in_the_process_does_not_matter():
 
 
 @pytest.mark.some(1)
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16:RuntimeWarning")
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parameters_of_16_bits_are_storage(seed, dtype):

@@ -159,6 +159,7 @@ def bare(table):
     return jnp.sum(table[INDICES].astype(jnp.float32) * OFFSET)
 
 
+@pytest.mark.filterwarnings("ignore:A function under `amp` in f16:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_table_by_itself_has_one_scatter_in_f32(dtype):
     table = jnp.ones((4, D), dtype)

@@ -53,6 +53,7 @@ def run_sum(amp: Settings, op: Op) -> tuple[Op, Values | None]:
     outs = bind(op.eqn, values)
     if is_part:
         wide.update(op.eqn.outvars)
+    if is_part or only_summed(amp.frame, op.eqn.outvars[0]):
         return op, outs
     return op, [cast(x, amp.dtype) for x in outs]
 
