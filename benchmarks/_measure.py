@@ -160,6 +160,8 @@ def command():
     """Returns the command of this run, without the names of files of this machine."""
     script = pathlib.Path(sys.argv[0]).name
     text = " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]])
+    if flags := os.environ.get("XLA_FLAGS"):
+        text = f'XLA_FLAGS="{flags}" {text}'
     text = re.sub(r" --json \S+", "", text)
     return re.sub(r"(--clones|--peer) \S+", r"\1 FOLDER", text)
 

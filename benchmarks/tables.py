@@ -209,6 +209,25 @@ def profile():
     return f"{table(head, rows)}\n\n{rate}{limit}{command}"
 
 
+def flags():
+    """The same steps with two choices of XLA switched off."""
+    (plain, command), (other, same) = map(
+        load, ("nanodo-405m-plain", "nanodo-405m-flags")
+    )
+    rows = [
+        [
+            MODES[case.partition(":")[2]],
+            ms(plain[case]),
+            ms(other[case]),
+            f"{other[case]['ms'] / plain[case]['ms']:.3f}",
+        ]
+        for case in other
+        if case != "rate"
+    ]
+    head = ["nanodo-405m", "ms", "ms with the flags", "×"]
+    return f"{table(head, rows)}\n\n{command}\n\n{same}"
+
+
 VIT_STEPS = "step-vit-f32", "step-vit"  # the second is newer, without the slow lines
 
 
@@ -522,6 +541,7 @@ PAGES = {
         "untouched": untouched,
         "largest": largest,
         "profile": profile,
+        "flags": flags,
         "residuals": residuals,
         "fp8": fp8,
         "layers": fp8_layers,
