@@ -1,5 +1,6 @@
 """Codecs of moments; rounding with a dither."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpx._optim._packing import encode_moment
+from mpx._amp._codes import encode
+from mpx._jax._compat import Literal
+from mpx._optim._packing import encode_moment, split
 from mpx._quant._codecs import (
     BitDelta,
     Block,
@@ -465,6 +468,71 @@ def test_dithered_masters_are_off_by_less_than_a_unit(codec, dtype, unit, off, d
         assert np.signbit(kept[1])
     if dtype == BF16:
         np.testing.assert_allclose(kept[5], special[5], rtol=2.0**-7)
+
+
+# --- the assembler of GPUs ------------------------------------------------------------
+
+# They leave the lowest bits as they are, or LLVM knows that they do.
+LEAVE_LOW_BITS = {
+    *("and", "or", "xor", "add", "sub", "convert_element_type", "reshape", "squeeze"),
+    *("broadcast_in_dim", "concatenate", "slice", "transpose", "shift_right_logical"),
+    *("shift_right_arithmetic", "expand_dims"),
+}
+
+
+def stored_bits_of_floats(func, *args):
+    """Returns the casts that store the lowest bits of what a float operation made."""
+    found = []
+
+    def search(jaxpr, are_bits):
+        """Returns which results have the low bits of floats, given which operands have."""
+        of = dict(zip(jaxpr.invars, are_bits, strict=True))
+        known = lambda x: not isinstance(x, Literal) and of.get(x, False)  # noqa: E731
+        for eqn in jaxpr.eqns:
+            name, read = eqn.primitive.name, [*map(known, eqn.invars)]
+            if "jaxpr" in eqn.params:
+                inner = search(eqn.params["jaxpr"].jaxpr, read)
+                of |= zip(eqn.outvars, inner, strict=True)
+                continue
+            (out,) = eqn.outvars
+            from_float = (
+                name == "bitcast_convert_type" and eqn.invars[0].aval.dtype == F32
+            )
+            is_moved = name.startswith("shift") and eqn.invars[1].val != 0
+            of[out] = from_float or (
+                name in LEAVE_LOW_BITS and any(read) and not is_moved
+            )
+            if (
+                name == "convert_element_type"
+                and of[out]
+                and out.aval.dtype.itemsize < 4
+            ):
+                found.append(eqn)
+        return [*map(known, jaxpr.outvars)]
+
+    traced = jax.make_jaxpr(func)(*args).jaxpr
+    search(traced, [False] * len(traced.invars))
+    return found
+
+
+def test_no_low_bits_of_a_float_are_stored():
+    """NVIDIA's assembler up to CUDA 13.0 converts the float instead."""
+    x, unit = jnp.ones((64, 32)), jnp.float32(0.5)
+    assert stored_bits_of_floats(
+        lambda x: lax.bitcast_convert_type(x + 1, jnp.int32).astype(jnp.int8), x
+    )
+    for codec in (SoftsignInt8(), SoftsignInt8(F16), SqrtUint8(), SqrtUint8(F16)):
+        for rounding in (None, unit):
+            stored = functools.partial(codec.encode, block=BLOCK, rounding=rounding)
+            assert not stored_bits_of_floats(stored, x)
+    for codec, dtype in ((UlpFraction(), F16), (BitDelta(), BF16)):
+        for size in (np.int8, np.int16):
+            codec = dataclasses.replace(codec, dtype=np.dtype(size))
+            stored = functools.partial(codec.encode, dtype=dtype, block=BLOCK)
+            assert not stored_bits_of_floats(stored, x)
+    scales = jnp.ones(8, jnp.bfloat16), jnp.ones(8)
+    assert not stored_bits_of_floats(lambda *x: split([2 * y for y in x]), *scales)
+    assert not stored_bits_of_floats(lambda x: encode(x, "int8"), x)
 
 
 # --- pseudo-random bits ---------------------------------------------------------------

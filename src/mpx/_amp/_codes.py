@@ -11,6 +11,7 @@ from jax import Array, lax
 from mpx._amp._facts import F32, LOW_DTYPES
 from mpx._jax._formats import FORMATS
 from mpx._program._interpreter import Aval
+from mpx._quant._codecs import to_integer
 
 # By name: the dtype of codes, the largest and the smallest positive one.
 FORMS: dict[str, tuple[type, float, float]] = {
@@ -19,7 +20,6 @@ FORMS: dict[str, tuple[type, float, float]] = {
 }
 _BLOCK = 32
 LEAST = 4096  # Smaller arrays are kept as they are.
-_LAST_BYTE = np.float32(1.5 * 2**23)  # between numbers of this size lies 1
 
 
 class Coded(NamedTuple):
@@ -48,9 +48,7 @@ def encode(
         # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
         numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
     if form == "int8":
-        # Rounds, and leaves the integer in the last byte. XLA needs seven instructions to
-        # round and convert.
-        codes = lax.bitcast_convert_type(numbers + _LAST_BYTE, jnp.int32).astype(dtype)
+        codes = to_integer(numbers, dtype)  # XLA needs seven instructions for this
     else:
         codes = lax.bitcast_convert_type(numbers.astype(dtype), jnp.uint8)
     return Coded(codes, (peak + 0 * peak).astype(x.dtype))  # inf becomes nan

@@ -28,7 +28,7 @@ from mpx._quant._codecs import (
     SoftsignInt8,
     SqrtUint8,
     UlpFraction,
-    bits,
+    bits_to_cut,
     from_bits,
     is_finite,
     place,
@@ -365,7 +365,7 @@ def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
             cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
             words.append(x if x.dtype == word else cast(x, word))
             continue
-        pattern = bits(x) if is_float else x.astype(jnp.int32)
+        pattern = bits_to_cut(x) if is_float else x.astype(jnp.int32)
         for shift in reversed(range(0, 8 * x.dtype.itemsize, width)):
             words.append(((pattern >> shift) & (2**width - 1)).astype(word))
     return tuple(words)

@@ -19,7 +19,6 @@ _LAYOUT = {BF16: (7, 127), F16: (10, 15)}
 # Adding 1.5 · 2²³ leaves no bits after the point: the hardware rounds to nearest, ties
 # to even, and the lowest bits of the sum hold the integer.
 SHIFT = np.float32(12582912.0)
-_SHIFT_BITS = SHIFT.view(np.int32)
 Rounding: TypeAlias = Array | None
 """One number of a `Dither`; `None` rounds to nearest."""
 
@@ -27,21 +26,29 @@ Rounding: TypeAlias = Array | None
 # --- Rounding and pseudo-random bits ----------------------------------------------------
 
 
-def to_integer(x: Array, dtype: type) -> Array:
+def to_integer(x: Array, dtype: DTypeLike) -> Array:
     """Rounds f32 numbers below 2²² to nearest, ties to even; others give any code."""
     return shifted_to_integer(x + SHIFT, dtype)
 
 
-def shifted_to_integer(x: Array, dtype: type) -> Array:
+def shifted_to_integer(x: Array, dtype: DTypeLike) -> Array:
     """Finishes `to_integer` for numbers to which `SHIFT` was already added."""
-    # Without the subtraction XLA for GPUs (jax 0.11.2) makes -1 of every number: it does
-    # not cut off the high bits of an integer that comes out of a float's bits.
-    return (bits(x) - _SHIFT_BITS).astype(dtype)
+    return bits_to_cut(x).astype(dtype)
 
 
 def bits(x: Array) -> Array:
     """Returns the bits of f32 numbers as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def bits_to_cut(x: Array) -> Array:
+    """Returns the bits of f32 numbers, of which only the lowest 8 or 16 will be stored.
+
+    NVIDIA's assembler up to CUDA 13.0 stores such bits wrong, of small arrays, if a float
+    operation made them: it converts the number, and every code is 255. Here an operation
+    on integers makes them, and the compiler cannot know that it changes at most a nan.
+    """
+    return jnp.minimum(bits(x), np.int32(0x7FFFFFFE))
 
 
 def from_bits(x: Array) -> Array:
@@ -391,8 +398,8 @@ class UlpFraction:
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
     ) -> tuple[Array, Correction]:
-        param = weight.astype(dtype)
         rounded = block.rounded(weight, np.dtype(dtype))
+        param = rounded.astype(dtype)
         low, high = _half_ulp(param)
         left = jnp.where(jnp.abs(weight) < jnp.inf, weight - rounded, 0.0)
         # Divided twice by roots of half an ulp, which may itself be no f32 number.
