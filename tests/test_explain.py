@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import layout
 from jax.sharding import PartitionSpec as P
 
 import mpx
@@ -115,6 +116,18 @@ def test_table_has_fifty_faults_and_twenty_models():
     assert len(faults.HEALTHY) >= 20
     assert {*FAST_FAULTS} <= {*faults.PLANTED}
     assert {*FAST_MODELS} <= {*faults.HEALTHY}
+
+
+def test_order_in_memory_changes_no_number():
+    """mpx asks GPUs for it, and `explain` computes with NumPy's arrays."""
+    rows = layout.Layout((0, 1))
+    params, x = {"w": normal(0, 16, 8)}, normal(1, 4, 16)
+
+    def loss(p, x):
+        return jnp.sum(layout.with_layout_constraint(x @ p["w"], rows) ** 2)
+
+    found = explain(mpx.amp(loss), params, x)
+    assert found.loss_in_f32 == pytest.approx(float(loss(params, x)), rel=1e-6)
 
 
 def test_shards_compute_what_devices_do():

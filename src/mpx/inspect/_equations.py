@@ -32,7 +32,7 @@ Axes = tuple[tuple[str, int], ...]
 """Names and sizes of the axes of a mesh."""
 F32 = np.dtype(np.float32)
 # They change only what JAX knows of a value.
-_MARKS = ("pvary", "pcast", "sharding_constraint", "reshard", "mesh_cast")
+_MARKS = names("pvary pcast sharding_constraint layout_constraint reshard mesh_cast")
 # They read the bits of their operands, or hand them to code that expects their dtypes.
 _OPAQUE = names("bitcast_convert_type nextafter pallas_call ffi_call custom_call")
 _SUMS = names(
