@@ -328,6 +328,22 @@ BREAKS = [
         "first_moments_are_off",
     ),
     Break(
+        "the last bits of a float are stored, which an assembler converts",
+        "_quant",
+        "return jnp.minimum(bits(x), np.int32(0x7FFFFFFE))",
+        "return bits(x)",
+        "quant",
+        "low_bits",
+    ),
+    Break(
+        "what is divided by a small number is coded",
+        "_amp",
+        'is_spread = self._makes(divisor) == "broadcast_in_dim"',
+        "is_spread = True",
+        "amp_residual_ratios",
+        "ratio",
+    ),
+    Break(
         "second moments become zero",
         "_quant",
         "jnp.maximum(q, SHIFT + 1)",

@@ -6,10 +6,11 @@ import pytest
 
 import mpx
 
-X = jax.random.normal(jax.random.key(0), (512, 64))
+N = 256  # so that blocks lie along the last axis, also on eight devices
+X = jax.random.normal(jax.random.key(0), (512, N))
 # Outputs from 1e-4 to 10, in one block.
-SCALES = 10.0 ** jax.random.uniform(jax.random.key(2), (1, 64), minval=-4, maxval=1)
-PARAMS = {"w": jax.random.normal(jax.random.key(1), (64, 64)) / 8}
+SCALES = 10.0 ** jax.random.uniform(jax.random.key(2), (1, N), minval=-4, maxval=1)
+PARAMS = {"w": jax.random.normal(jax.random.key(1), (N, N)) / 16}
 
 
 def positive(p, x):
@@ -22,7 +23,7 @@ def dot(x, w):
 
 def near_a_pole(p, x):
     """Numbers up to 1.5, of which bf16 cannot say how far they are from a half of pi."""
-    return dot(jnp.abs(jnp.sin(x)), 1.5 * jnp.eye(64) + 1e-3 * p["w"])
+    return dot(jnp.abs(jnp.sin(x)), 1.5 * jnp.eye(N) + 1e-3 * p["w"])
 
 
 def near_one(p, x):
@@ -41,7 +42,7 @@ def unit_vectors(p, x):
 
 def entropy(p, x):
     weights = jax.nn.softmax(4 * x @ p["w"])
-    weights = weights @ (jnp.eye(64) * 0.99 + 0.01 / 64)
+    weights = weights @ (jnp.eye(N) * 0.99 + 0.01 / N)
     return weights * jnp.log(weights)
 
 
@@ -49,7 +50,7 @@ def in_a_scan(p, x):
     def body(carry, row):
         return carry + 1 / positive(p, row), None
 
-    return jax.lax.scan(body, jnp.zeros((64, 64)), x.reshape(8, 64, 64))[0]
+    return jax.lax.scan(body, jnp.zeros((64, N)), x.reshape(8, 64, N))[0]
 
 
 CASES = {

@@ -128,7 +128,10 @@ class Search:
                 marked |= read
         if name in _DIVISORS:
             divisor = eqn.invars[_DIVISORS[name]]
-            self._relative.update(x for x in read if x is divisor)
+            # A small number over a small one weighs as much as a large one over a large one.
+            if _is_var(divisor):
+                is_spread = self._makes(divisor) == "broadcast_in_dim"
+                self._relative |= {divisor} if is_spread else read
         self._relative.update(eqn.outvars if name in _WEIGHTS else ())
         self._ordered.update(read if name in _STEEP else ())
 
