@@ -338,10 +338,10 @@ BREAKS = [
     Break(
         "what is divided by a small number is coded",
         "_amp",
-        'is_spread = self._makes(divisor) == "broadcast_in_dim"',
-        "is_spread = True",
+        "x for x, axes in divided if axis_of(x.aval) in axes",
+        "()",
         "amp_residual_ratios",
-        "ratio",
+        "ratio or columns",
     ),
     Break(
         "second moments become zero",

@@ -53,11 +53,25 @@ def in_a_scan(p, x):
     return jax.lax.scan(body, jnp.zeros((64, N)), x.reshape(8, 64, N))[0]
 
 
+def others(p, x):
+    return jnp.abs(x) @ (p["w"] ** 2 * SCALES)
+
+
+def batch_norm(p, x):
+    h = positive(p, x)
+    centred = h - h.mean(0, keepdims=True)
+    return (centred * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-12)) ** 3
+
+
 CASES = {
     "log": lambda p, x: jnp.log(positive(p, x)),
     "inverse": lambda p, x: 1 / positive(p, x),
     "power of -1": lambda p, x: (1e-3 + positive(p, x)) ** -1,
-    "ratio": lambda p, x: positive(p, x) / (jnp.abs(x) @ (p["w"] ** 2 * SCALES)),
+    "ratio": lambda p, x: positive(p, x) / others(p, x),
+    "times an inverse": lambda p, x: positive(p, x) * (1 / others(p, x)),
+    "times a power": lambda p, x: positive(p, x) * others(p, x) ** -1.0,
+    "times a root": lambda p, x: positive(p, x) * jax.lax.rsqrt(others(p, x)),
+    "norm of columns": batch_norm,
     "root": lambda p, x: jnp.sqrt(positive(p, x)),
     "inverse root": lambda p, x: jax.lax.rsqrt(positive(p, x)),
     "cube root": lambda p, x: jnp.cbrt(positive(p, x)),

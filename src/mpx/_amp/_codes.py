@@ -56,7 +56,7 @@ def encode(
 
 def peaks(x: Array) -> Array:
     """Returns the largest magnitude of each block, in f32."""
-    axis = _axis(jax.typeof(x))
+    axis = axis_of(jax.typeof(x))
     padding = [(0, 0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
     blocks = lax.pad(jnp.abs(x.astype(jnp.float32)), np.float32(0), padding)
@@ -81,7 +81,7 @@ def can_code(aval: Aval) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype not in (F32, *LOW_DTYPES) or aval.size < LEAST:
         return False
-    axis, each = _axis(aval), aval.dtype.itemsize
+    axis, each = axis_of(aval), aval.dtype.itemsize
     if _is_sharded(aval, axis):
         return False
     count = aval.shape[axis]
@@ -89,7 +89,7 @@ def can_code(aval: Aval) -> bool:
     return 4 * size <= 3 * aval.size * each
 
 
-def _axis(aval: Aval) -> int:
+def axis_of(aval: Aval) -> int:
     """Returns the axis of an array that is split into blocks: the last one, or a better.
 
     JAX cannot split an axis with an explicit sharding, and XLA may shard others: on several
@@ -114,6 +114,6 @@ def _is_sharded(aval: Aval, axis: int) -> bool:
 
 def _repeat(blocks: Array, aval: Aval) -> Array:
     """Returns numbers of blocks for each number, so that XLA fuses with what reads these."""
-    axis = _axis(aval)
+    axis = axis_of(aval)
     each = jnp.repeat(blocks, _BLOCK, axis)
     return lax.slice_in_dim(each, 0, aval.shape[axis], axis=axis)

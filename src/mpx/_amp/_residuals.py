@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
-from mpx._amp._codes import LEAST, Coded, can_code, decode, encode, peaks
+from mpx._amp._codes import LEAST, Coded, axis_of, can_code, decode, encode, peaks
 from mpx._amp._facts import F32
 from mpx._jax import _compat as compat
 from mpx._jax._compat import Literal, eval_equation, open_jaxpr
@@ -73,6 +73,10 @@ _ORDERED = frozenset(
 _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min reduce_prod"))
 # Large values that a result is computed again from: the derivative of a product reads them.
 _JOINED = {"mul": 4, "div": 4, "and": 4, "or": 4}
+# Their results vary along the axes along which an operand does.
+_POINTWISE = names(
+    "add sub mul div neg abs max min sqrt rsqrt square integer_pow convert_element_type copy"
+)
 _SMALL = 8  # A value is small beside one that has so many times more numbers.
 _DEEPEST = 100  # equations between a root and a value
 _TOGETHER = 8  # So many arrays are waited for at once: that takes a kernel.
@@ -103,6 +107,11 @@ class Search:
         # Something divides by them, or by what is computed from them, so small numbers must
         # be as exact as large ones: they are kept as bf16.
         self._relative: set[Any] = set()
+        # The axes along which a value varies, and those of a factor that is an inverse.
+        self._axes: dict[Any, set[int]] = {}
+        self._inverses: dict[Any, set[int]] = {}
+        for eqn in filter(lambda eqn: len(eqn.outvars) == 1, jaxpr.eqns):
+            self._spread(eqn)
         for eqn in reversed(jaxpr.eqns):
             self._mark(eqn)
         for eqn in jaxpr.eqns:
@@ -128,12 +137,42 @@ class Search:
                 marked |= read
         if name in _DIVISORS:
             divisor = eqn.invars[_DIVISORS[name]]
-            # A small number over a small one weighs as much as a large one over a large one.
-            if _is_var(divisor):
-                is_spread = self._makes(divisor) == "broadcast_in_dim"
-                self._relative |= {divisor} if is_spread else read
+            self._relative.update(x for x in read if x is divisor)
+        # A small number over a small one weighs as much as a large one over a large one,
+        # unless one number divides a whole block.
+        if name in ("mul", "div") and len(read) == 2:
+            x, y = eqn.invars
+            by_y = self._axes_of(y) if name == "div" else self._inverses.get(y, set())
+            divided = (x, by_y), (y, self._inverses.get(x, set()))
+            self._relative.update(x for x, axes in divided if axis_of(x.aval) in axes)
         self._relative.update(eqn.outvars if name in _WEIGHTS else ())
         self._ordered.update(read if name in _STEEP else ())
+
+    def _spread(self, eqn: Equation) -> None:
+        """Notes along which axes a result varies, and the part of it that is an inverse."""
+        name, (out,) = eqn.primitive.name, eqn.outvars
+        read = [*filter(_is_var, eqn.invars)]
+        inverse = set[int]()
+        if name in ("div", "rsqrt", "pow") or _is_inverse(eqn):
+            inverse = self._axes_of(eqn.invars[1 if name == "div" else 0])
+        inverses = [self._inverses[x] for x in read if x in self._inverses]
+        if name == "broadcast_in_dim" and read:
+            places = eqn.params["broadcast_dimensions"]
+            inverses = [{places[i] for i in axes} for axes in inverses]
+            self._axes[out] = {places[i] for i in self._axes_of(read[0])}
+        elif name in _POINTWISE and all(x.aval.ndim == out.aval.ndim for x in read):
+            self._axes[out] = set().union(*map(self._axes_of, read))
+        elif inverses:
+            inverses = [self._axes_of(out)] if name in _SIGNED else []
+        if inverse := inverse.union(*inverses):
+            self._inverses[out] = inverse
+
+    def _axes_of(self, atom: Any) -> set[int]:
+        """Returns the axes along which a value varies, as far as is known."""
+        if not _is_var(atom):
+            return set()
+        long = {i for i, size in enumerate(atom.aval.shape) if size != 1}
+        return self._axes.get(atom, long) & long
 
     def roots(self, wanted: Sequence[Any]) -> list[Any]:
         """Returns what to keep so that values can be computed again."""
