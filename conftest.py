@@ -3,6 +3,7 @@
 This file is at the root, so that it also holds for the docstring examples in `src`.
 """
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
@@ -180,12 +181,26 @@ def _half_precision_is_not_chosen_again():
     mpx.set_half_precision_datatype(None)
 
 
+@contextlib.contextmanager
+def _optimized(is_optimized):
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    yield
+    default = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    jax.config.update("jax_disable_most_optimizations", default)
+
+
 @pytest.fixture
 def optimized_programs():
     """Lets XLA optimize: for tests that read its programs, and for long runs."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    with _optimized(True):
+        yield
+
+
+@pytest.fixture
+def plain_programs():
+    """Keeps XLA from optimizing: for tests that compare the bits of two programs."""
+    with _optimized(False):
+        yield
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from mpx.testing import assert_trees_equal
 
 # Without optimizations, which fuse sums and products otherwise in another program, equal
 # formulas give equal bits.
+pytestmark = pytest.mark.usefixtures("plain_programs")
 
 LAYERS, WIDTH, HIDDEN, WORDS = 3, 32, 64, 48
 TINY = mpx.optim.Compression(min_size=1)
