@@ -161,16 +161,30 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    """Skips tests of several devices where there is one, as on a GPU."""
+@contextlib.contextmanager
+def _skipped_on_one_device():
+    """Skips what needs the eight devices that a CPU plays, where there are less."""
     try:
-        return (yield)
+        yield
     except (ValueError, AssertionError) as error:
         texts = "Number of devices", "device_count"
         if jax.device_count() < 8 and any(text in str(error) for text in texts):
             pytest.skip("needs eight devices")
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("eight_devices") and jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    with _skipped_on_one_device():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    with _skipped_on_one_device():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

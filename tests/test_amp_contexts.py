@@ -166,6 +166,7 @@ def test_print_inside_shows_the_value_that_is_held(wrap, capfd):
     )
 
 
+@pytest.mark.eight_devices
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_under_pmap_is_the_same_as_on_one_device(name):
@@ -187,6 +188,7 @@ def test_gradient_under_pmap_is_the_same_as_on_one_device(name):
         assert error <= 3 * UNIT * np.linalg.norm(exact)
 
 
+@pytest.mark.eight_devices
 def test_pmap_inside_runs_low():
     func = jax.pmap(net, in_axes=(None, 0), devices=jax.devices()[:2])
     xs = jnp.stack([X, -X])

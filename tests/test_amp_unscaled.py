@@ -29,7 +29,8 @@ def low():
 
 
 def over_devices(func):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    count = min(2, jax.device_count())
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(
         lambda w, x: lax.pmean(func(w, x), "x"),
         mesh=mesh,

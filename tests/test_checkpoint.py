@@ -136,6 +136,7 @@ def test_every_state_comes_back_bit_for_bit(saved, template):
     assert types[0] == types[1]
 
 
+@pytest.mark.eight_devices
 def test_restored_arrays_are_committed_only_where_the_template_is(saved):
     folder, state, fresh = saved
     device = jax.devices()[5]

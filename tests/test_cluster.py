@@ -259,6 +259,7 @@ def test_check_processes_passes_the_expected_number():
     check_processes(1)
 
 
+@pytest.mark.eight_devices
 @pytest.mark.parametrize(
     ("found", "joined", "message"),
     [

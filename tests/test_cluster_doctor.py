@@ -13,7 +13,7 @@ from mpx.__main__ import main
 from mpx.inspect import Collective, _doctor, doctor
 from mpx.inspect._doctor import Check, Trial, make_mesh
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.eight_devices]
 
 
 # --- One process with eight devices ----------------------------------------------------

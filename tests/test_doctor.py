@@ -17,6 +17,7 @@ def found():
     return doctor()
 
 
+@pytest.mark.eight_devices
 def test_a_diagnosis_has_all_parts(found):
     assert isinstance(found, Diagnosis)
     assert found.versions["jax"] == jax.__version__
@@ -82,6 +83,7 @@ def test_tpus_with_fp8_are_known_by_the_names_of_jax(monkeypatch, kind, native):
     assert ("fp8" in (_doctor.formats() or ())) == native
 
 
+@pytest.mark.eight_devices
 def test_memory_is_that_of_a_device_of_this_process(monkeypatch):
     here, other = jax.devices()[:2]
 

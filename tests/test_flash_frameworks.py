@@ -1,5 +1,6 @@
 """Compressed optimizers with `optimizer_update`, Flax, checkpoints and transforms."""
 
+import functools
 import io
 from typing import Any
 
@@ -328,13 +329,19 @@ def test_states_may_be_traversed_by_optax(tx):
     assert_trees_equal(optax.tree_map_params(tx, lambda x: x, state), state)
 
 
-OLD_MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-NEW_MESHES = {
-    "of eight": jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2),
-    "of four": jax.make_mesh(
-        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[4:]
-    ),
-}
+# Made where they are asked for: on one device, as on a GPU, the other tests run.
+@functools.cache
+def mesh_of(kind):
+    shape, devices = {
+        "old": ((8,), None),
+        "of eight": ((2, 4), None),
+        "of four": ((2, 2), jax.devices()[4:]),
+    }[kind]
+    names = ("x",) if kind == "old" else ("a", "b")
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
 # What a run that resumes elsewhere may give Orbax to say what to restore, and where.
 TEMPLATES = {
     "shapes": lambda tx, params, shapes: tx.init(shapes),
@@ -346,6 +353,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.eight_devices
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mesh", "template", "steps"),
@@ -357,7 +365,7 @@ TEMPLATES = {
     ],
 )
 def test_training_resumes_on_another_mesh(mesh, template, steps, tmp_path):
-    mesh, template = NEW_MESHES[mesh], TEMPLATES[template]
+    mesh, template = mesh_of(mesh), TEMPLATES[template]
     tx, params = optimizer("lion"), make_params()
     step = stepper(tx)
 
@@ -369,7 +377,7 @@ def test_training_resumes_on_another_mesh(mesh, template, steps, tmp_path):
         sharding = NamedSharding(mesh, P("a", "b"))
         return tree | {"w": jax.device_put(tree["w"], sharding)}
 
-    first = put(params, NamedSharding(OLD_MESH, P()))
+    first = put(params, NamedSharding(mesh_of("old"), P()))
     saved = train(step, (first, tx.init(first)), range(steps))
     like = moved(params)
     shapes = jax.tree.map(
@@ -390,22 +398,27 @@ def test_training_resumes_on_another_mesh(mesh, template, steps, tmp_path):
     assert after.state.count.sharding.device_set == set(mesh.devices.flat)
 
 
-ON_OLD = NamedSharding(OLD_MESH, P("x"))
-ON_NEW = NamedSharding(NEW_MESHES["of four"], P("a"))
-ON_LAST = SingleDeviceSharding(jax.devices()[7])
 # Where two parameters lie, and where the count then lies: on all of their devices, or,
 # if they are not together, nowhere in particular.
 PLACES = {
-    "on a mesh": ((ON_OLD, ON_OLD), NamedSharding(OLD_MESH, P())),
-    "one of them": ((ON_OLD, None), NamedSharding(OLD_MESH, P())),
-    "on a device": ((ON_LAST, ON_LAST), ON_LAST),
-    "anywhere": ((None, None), None),
-    "apart": ((ON_OLD, ON_NEW), None),
+    "on a mesh": ("old", "old", "all"),
+    "one of them": ("old", None, "all"),
+    "on a device": ("last", "last", "last"),
+    "anywhere": (None, None, None),
+    "apart": ("old", "new", None),
 }
 
 
-@pytest.mark.parametrize(("places", "count"), PLACES.values(), ids=PLACES.keys())
-def test_the_count_lies_where_the_parameters_lie(places, count):
+@pytest.mark.eight_devices
+@pytest.mark.parametrize("kinds", PLACES.values(), ids=PLACES.keys())
+def test_the_count_lies_where_the_parameters_lie(kinds):
+    places = {
+        "old": NamedSharding(mesh_of("old"), P("x")),
+        "all": NamedSharding(mesh_of("old"), P()),
+        "new": NamedSharding(mesh_of("of four"), P("a")),
+        "last": SingleDeviceSharding(jax.devices()[7]),
+    }
+    *places, count = map(places.get, kinds)
     tx = optimizer()
     put = [
         x if s is None else jax.device_put(x, s) for s in places for x in [jnp.ones(8)]
@@ -424,7 +437,7 @@ def test_the_count_lies_where_the_parameters_lie(places, count):
 def test_a_sharded_step_is_compiled_once():
     tx, params = (
         optimizer(),
-        jax.device_put(make_params(), NamedSharding(OLD_MESH, P())),
+        jax.device_put(make_params(), NamedSharding(mesh_of("old"), P())),
     )
     step = jax.jit(tx.step)
     carry = params, tx.init(params)
