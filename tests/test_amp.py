@@ -695,9 +695,18 @@ def test_eager_call_sees_what_the_function_closes_over_now():
     np.testing.assert_array_equal(func(X[0]), 2 * first)
 
 
-def test_jitted_function_inside_is_compiled_once_for_eager_calls():
-    inner = jax.jit(lambda x: x @ W1)
-    func = bf16(lambda x: inner(x))
+class Jitted(eqx.Module):
+    weight: jax.Array
+    inner: Any = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.inner(x, self.weight)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_jitted_function_inside_is_compiled_once_for_eager_calls(is_module):
+    inner = jax.jit(lambda x, w: x @ w)
+    func = bf16(Jitted(W1, inner) if is_module else lambda x: inner(x, W1))
     func(X[0])
     events = []
 

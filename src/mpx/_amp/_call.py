@@ -60,7 +60,8 @@ def under_amp(
     func: Callable[..., PyTree], autocast: Callable[[], Autocast]
 ) -> Callable[..., PyTree]:
     """Returns a function that runs in mixed precision, given what makes its visitors."""
-    eager: dict[tuple[Any, Any], Remembered] = {}
+    # It belongs to what was asked for: a module is wrapped anew at each of its calls.
+    eager: dict[tuple[Any, Any], Remembered] = vars(autocast).setdefault("eager", {})
 
     @functools.wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
