@@ -7,7 +7,7 @@ import pytest
 import mpx
 
 N = 256  # so that blocks lie along the last axis, also on eight devices
-X = jax.random.normal(jax.random.key(0), (512, N))
+X = jax.random.normal(jax.random.key(0), (128, N))
 # Outputs from 1e-4 to 10, in one block.
 SCALES = 10.0 ** jax.random.uniform(jax.random.key(2), (1, N), minval=-4, maxval=1)
 PARAMS = {"w": jax.random.normal(jax.random.key(1), (N, N)) / 16}
@@ -50,7 +50,7 @@ def in_a_scan(p, x):
     def body(carry, row):
         return carry + 1 / positive(p, row), None
 
-    return jax.lax.scan(body, jnp.zeros((64, N)), x.reshape(8, 64, N))[0]
+    return jax.lax.scan(body, jnp.zeros((32, N)), x.reshape(4, 32, N))[0]
 
 
 def others(p, x):
@@ -88,10 +88,15 @@ CASES = {
 }
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("form", "error"), [("int8", 2.0**-8), ("e4m3", 2.0**-4)])
-def test_codes_change_gradients_by_a_rounding(name, form, error):
+ERRORS = {"int8": 2.0**-8, "e4m3": 2.0**-4}
+WITH_E4M3 = "log", "ratio", "norm of columns", "in a scan"
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((x, "int8") for x in CASES), *((x, "e4m3") for x in WITH_E4M3)],
+)
+def test_codes_change_gradients_by_a_rounding(name, form):
     def loss(p, x):
         return jnp.mean(CASES[name](p, x))
 
@@ -102,4 +107,4 @@ def test_codes_change_gradients_by_a_rounding(name, form, error):
     for e, a, c in zip(*map(jax.tree.leaves, (exact, low, coded)), strict=True):
         size = jnp.linalg.norm(e)
         rounding = 1.5 * jnp.linalg.norm(a - e) / size
-        assert jnp.linalg.norm(c - e) / size < rounding + error
+        assert jnp.linalg.norm(c - e) / size < rounding + ERRORS[form]
