@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,11 +58,12 @@ Remembered = dict[Any, Rewritten]
 
 
 def under_amp(
-    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
+    func: Callable[..., PyTree],
+    autocast: Callable[[], Autocast],
+    eager: dict[tuple[Any, Any], Remembered] | None = None,
 ) -> Callable[..., PyTree]:
     """Returns a function that runs in mixed precision, given what makes its visitors."""
-    # It belongs to what was asked for: a module is wrapped anew at each of its calls.
-    eager: dict[tuple[Any, Any], Remembered] = vars(autocast).setdefault("eager", {})
+    eager = {} if eager is None else eager
 
     @functools.wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -81,6 +83,9 @@ def under_amp(
     return wrapper
 
 
+_MODULES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, frozen=True)  # `jax.jit` takes it: it has a hash
 class ModuleUnderAmp:
@@ -92,7 +97,9 @@ class ModuleUnderAmp:
     )
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return under_amp(self.func, self.mpx_autocast)(*args, **kwargs)
+        # The module may be another object at each call, but not what was asked for.
+        eager = _MODULES.setdefault(self.mpx_autocast, {})
+        return under_amp(self.func, self.mpx_autocast, eager)(*args, **kwargs)
 
     @property
     def mpx_under_amp(self) -> tuple[PyTree, PyTree]:
