@@ -90,6 +90,16 @@ def test_a_sum_of_many_additions_is_rounded_once(name, dtype):
     assert jnp.linalg.norm(grad - slope) < 2.0**-7 * jnp.linalg.norm(slope)
 
 
+def test_terms_may_be_computed_from_numbers_alone():
+    def loss(w, x):
+        h = low(w, x)
+        for i in range(12):
+            h = h * 0.998 + 0.002 * jnp.float32(i)
+        return jnp.sum(h)
+
+    np.testing.assert_allclose(mpx.amp(loss)(W, X), loss(W, X), rtol=2e-3)
+
+
 def test_a_unit_vector_has_length_one():
     def lengths(w, x):
         h = (x @ w)[:, :2]

@@ -119,11 +119,11 @@ def _parts(frame: Frame) -> frozenset[Any]:
 def _kind(eqn: Equation) -> str | None:
     """Returns what an equation does, if it is linear and keeps nothing."""
     name, read = eqn.primitive.name, eqn.invars
-    if not all(is_eligible(x.aval) for x in (*read, *eqn.outvars)):
+    numbers = [isinstance(x, Number) for x in read]
+    if all(numbers) or not all(is_eligible(x.aval) for x in (*read, *eqn.outvars)):
         return None
     if name in _MOVES:
         return "move"
-    numbers = [isinstance(x, Number) for x in read]
     if name in ("add", "sub") and not any(numbers):
         return "sum"
     is_scale = name in ("add", "sub", "mul") and any(numbers)
