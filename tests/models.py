@@ -7,6 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+import mpx
 
 POLICIES = {
     "f32": "p=f32,c=f32,o=f32",
@@ -100,21 +103,25 @@ def equations(jaxpr):
                     yield from equations(item)
 
 
-def held(jaxpr, name):
-    """Returns the dtypes in which the results of operations of one kind are held.
+def store(x):
+    """Returns an array as it is. It is stored for that: a name is a border of regions."""
+    return checkpoint_name(x, "stored")
 
-    An operation on an activation and a parameter computes in f32, and a cast that is all
-    that reads its result rounds it.
-    """
-    eqns = list(equations(jaxpr))
 
-    def dtype(var):
-        readers = [eqn for eqn in eqns if any(atom is var for atom in eqn.invars)]
-        casts = [eqn.primitive.name == "convert_element_type" for eqn in readers]
-        only = readers[0].outvars[0] if casts and all(casts) else var
-        return str(only.aval.dtype)
+def stored(jaxpr):
+    """Returns the dtypes in which a program stores what `store` is given."""
+    return [
+        str(eqn.invars[0].aval.dtype)
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name == "name" and eqn.params["name"] == "stored"
+    ]
 
-    return [dtype(eqn.outvars[0]) for eqn in eqns if eqn.primitive.name == name]
+
+def stored_result(func, *args, **options):
+    """Returns the dtype in which `amp` stores the result of a function."""
+    low = mpx.amp(lambda *args: store(func(*args)), **options)
+    (dtype,) = stored(jax.make_jaxpr(low)(*args))
+    return dtype
 
 
 def multiplied(jaxpr, names=("dot_general",)):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import count_traces, equations, held, normal, trace_together
+from models import count_traces, equations, normal, store, stored, trace_together
 from mpx import amp, half_precision
 from mpx.testing import assert_trees_equal
 
@@ -70,7 +70,7 @@ def relative_error(actual, expected):
 
 W1, W2 = normal(1, 8, 16) / 8**0.5, normal(2, 16, 8) / 16**0.5
 PARAMS = {"w1": W1, "b": normal(3, 16), "w2": W2}
-X = normal(4, 2, 4, 8)  # two batches of four samples
+X = normal(4, 2, 6, 8)  # two batches of six samples
 LAYERS = {
     "w1": normal(5, 3, 8, 16) / 8**0.5,
     "b": normal(6, 3, 16),
@@ -107,7 +107,7 @@ def nested(p, x):
 
 def attention(p, x):
     q, k, v = x @ p["w1"][:, :8], x @ p["w1"][:, 8:], x @ p["w2"].T[:, :8]
-    scores = jnp.where(jnp.tri(4, dtype=bool), q @ k.T / 8**0.5, -1e30)
+    scores = jnp.where(jnp.tri(6, dtype=bool), q @ k.T / 8**0.5, -1e30)
     return jax.nn.softmax(scores, axis=-1) @ v
 
 
@@ -118,13 +118,13 @@ def layer_norm(p, x):
 
 
 def conv(p, x):
-    images = x.reshape(1, 4, 8, 1)
+    images = x.reshape(1, 6, 8, 1)
     kernel = p["w1"][:3, :3].reshape(3, 3, 1, 1)
     numbers = ("NHWC", "HWIO", "NHWC")
     y = lax.conv_general_dilated(
         images, kernel, (1, 1), "SAME", dimension_numbers=numbers
     )
-    return jax.nn.relu(y).reshape(4, 8)
+    return jax.nn.relu(y).reshape(6, 8)
 
 
 def ragged(p, x):
@@ -180,7 +180,7 @@ def indexes(p, x):
 
 
 def linalg(p, x):
-    gram = x @ x.T + 4 * jnp.eye(4)
+    gram = x @ x.T + 4 * jnp.eye(6)
     return jnp.linalg.solve(gram, mlp(p, x)) + jnp.linalg.cholesky(gram) @ x
 
 
@@ -225,7 +225,7 @@ def pallas(p, x):
 
 def dropout(p, x):
     key = jax.random.key(7, impl="unsafe_rbg")
-    keep = jax.random.bernoulli(key, 0.5, (4, 16))
+    keep = jax.random.bernoulli(key, 0.5, (6, 16))
     hidden = jnp.where(keep, jnp.tanh(x @ p["w1"] + p["b"][None]), 0.0)
     return hidden @ p["w2"]
 
@@ -503,11 +503,11 @@ def test_numpy_argument_is_what_jax_makes_of_it(name):
 
 def test_numpy_f64_bias_follows_a_low_matmul():
     def func(params, x):
-        return x @ W1 + params["bias"][None]
+        return store(x @ W1 + params["bias"][None])
 
     params = {"bias": np.ones(W1.shape[1])}
     jaxpr = jax.make_jaxpr(lambda x: bf16(func)(params, x))(X[0])
-    assert held(jaxpr, "add") == ["bfloat16"]
+    assert stored(jaxpr) == ["bfloat16"]
     x = jax.ShapeDtypeStruct(X[0].shape, "float32")
     report = mpx.inspect.report(mpx.amp(func), params, x)
     added = [op.params for op in report.amp.decisions if op.primitive == "add"]
@@ -587,7 +587,8 @@ def test_remat_keeps_its_policy(transform):
         [
             {k: eqn.params[k] for k in ("policy", "prevent_cse", "differentiated")}
             for eqn in equations(jax.make_jaxpr(f)(PARAMS, X[0]))
-            if "differentiated" in eqn.params
+            # Not the regions of `amp`, which it computes again itself.
+            if eqn.params.get("policy") is policy
         ]
         for f in (bf16(func), func)
     )
@@ -734,8 +735,8 @@ def test_static_arguments_that_python_holds_equal_are_told_apart():
 
 
 def test_eager_call_sees_a_change_of_the_compute_dtype():
-    func = amp(lambda x: x * 1.0 @ jnp.ones((2, 2)))
-    x = jnp.full((2, 2), 70000.0)
+    func = amp(lambda x: x * 1.0 @ jnp.ones((8, 2)))
+    x = jnp.full((2, 8), 70000.0)
     assert np.isfinite(func(x)[0, 0])
     with half_precision("f16"):
         assert np.isinf(func(x)[0, 0])

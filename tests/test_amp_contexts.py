@@ -368,6 +368,7 @@ def test_writing_to_a_linen_module_that_is_closed_over_is_refused():
     assert jnp.shape(Model().apply(variables, X)) == (16, 4)  # nothing is written
 
 
+@pytest.mark.filterwarnings("ignore:`fp8` changed nothing")
 @pytest.mark.parametrize("wrap", [bf16, mpx.fp8], ids=["amp", "fp8"])
 def test_use_inside_a_haiku_function_is_refused(wrap):
     model = hk.transform(lambda x: wrap(hk.nets.MLP([4, 4]))(x))

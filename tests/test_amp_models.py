@@ -43,7 +43,7 @@ def matmul_dtypes(jaxpr):
 
 
 IMAGES = normal(0, 4, 6, 6, 3)
-TOKENS = normal(1, 4, 6, 8)
+TOKENS = normal(1, 4, 6, 16)
 
 
 class Case(NamedTuple):
@@ -116,7 +116,7 @@ def equinox_cnn():
 
 
 def equinox_attention():
-    model = eqx.nn.MultiheadAttention(2, 8, key=key(1))
+    model = eqx.nn.MultiheadAttention(2, 16, key=key(1))
 
     def forward(model, dtype):
         x = TOKENS[0].astype(dtype)
@@ -126,7 +126,7 @@ def equinox_attention():
 
 
 def equinox_lstm():
-    cell = eqx.nn.LSTMCell(8, 8, key=key(2))
+    cell = eqx.nn.LSTMCell(16, 8, key=key(2))
 
     def forward(cell, dtype):
         def step(carry, x):
@@ -172,7 +172,7 @@ class LinenBlock(nn.Module):
         y = nn.LayerNorm(dtype=self.dtype)(x)
         x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(y, y)
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.Dense(8, dtype=self.dtype)(nn.gelu(nn.Dense(16, dtype=self.dtype)(y)))
+        y = nn.Dense(16, dtype=self.dtype)(nn.gelu(nn.Dense(16, dtype=self.dtype)(y)))
         return x + y
 
 
@@ -338,7 +338,7 @@ def test_running_statistics_of_equinox_are_kept_in_f32():
 class NNXModel(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0, dropout=key(0))
-        self.linear = nnx.Linear(8, 16, rngs=rngs)
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.head = nnx.Linear(16, 4, rngs=rngs)
@@ -419,7 +419,7 @@ def test_parameter_of_an_nnx_model_as_the_function_is_named_by_its_path():
 
 
 def test_nnx_model_without_state_may_be_used_under_a_jit_that_closes_over_it():
-    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     by_hand = jax.jit(bf16(lambda kernel, x: x @ kernel))(model.kernel[...], TOKENS)
     assert_trees_equal(jax.jit(bf16(model))(TOKENS), by_hand)
     called = jax.jit(lambda x: bf16(lambda m, x: m(x))(model, x))

@@ -1,22 +1,18 @@
 """Under `amp` biases of parameters follow to 16 bits; masks, targets and positions do not."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import held, normal
 from mpx import amp
-from mpx._amp._facts import saturate
 
-T, D = 6, 4
+T, D = 6, 8
 X = normal(0, T, D)
 W = normal(1, 3, D, D) / 2
 LOWEST = {"finfo": float(jnp.finfo(jnp.float32).min), "-1e9": -1e9}
@@ -180,79 +176,12 @@ class Layer(eqx.Module):
         return x @ self.weight + self.bias
 
 
-class NnxLayer(nnx.Module):
-    def __init__(self):
-        self.weight, self.bias = nnx.Param(W[0]), nnx.Param(W[0, 0])
-
-    def __call__(self, x):
-        return x @ self.weight[...] + self.bias[...]
-
-
 LAYER = Layer(W[0], W[0, :1])  # (1, D): ranks must agree in these tests
 TREE = {"weight": LAYER.weight, "bias": LAYER.bias}
 
 
 def apply(tree, x):
     return x @ tree["weight"] + tree["bias"]
-
-
-def loss_of(func):
-    return lambda p, x: jnp.sum(func(p, x))
-
-
-FOLLOWS = {
-    "module as the function": lambda: jax.make_jaxpr(amp(LAYER))(X),
-    "module": lambda: jax.make_jaxpr(lambda x: amp(lambda m, x: m(x))(LAYER, x))(X),
-    "module second": lambda: jax.make_jaxpr(lambda x: amp(lambda x, m: m(x))(x, LAYER))(
-        X
-    ),
-    "dictionary first": lambda: jax.make_jaxpr(amp(apply))(TREE, X),
-    "gradient": lambda: jax.make_jaxpr(jax.grad(amp(loss_of(apply))))(TREE, X),
-    "gradient of jit": lambda: jax.make_jaxpr(jax.grad(jax.jit(amp(loss_of(apply)))))(
-        TREE, X
-    ),
-    "second argument": lambda: jax.make_jaxpr(
-        jax.grad(amp(lambda x, p: jnp.sum(apply(p, x))), argnums=1)
-    )(X, TREE),
-    "method": lambda: jax.make_jaxpr(amp(LAYER.__call__))(X),
-    "partial": lambda: jax.make_jaxpr(amp(functools.partial(apply, TREE)))(X),
-    "under vmap": lambda: jax.make_jaxpr(
-        jax.grad(
-            lambda m, x: jnp.sum(
-                jax.vmap(amp(Layer.__call__), in_axes=(None, 0))(m, x[:, None])
-            )
-        )
-    )(LAYER, X),
-    "vmap of gradients": lambda: jax.make_jaxpr(
-        jax.vmap(jax.grad(amp(loss_of(apply))), in_axes=(None, 0))
-    )(TREE, X[None]),
-    "value_and_grad": lambda: jax.make_jaxpr(
-        lambda p, x: (
-            mpx.value_and_grad(amp(loss_of(apply)))(mpx.NoLossScaling(), p, x).grads
-        )
-    )(TREE, X),
-    "by themselves": lambda: jax.make_jaxpr(
-        amp(lambda w, x, b: x @ w + b, params=(0, "b"))
-    )(LAYER.weight, X, LAYER.bias),
-    "the frozen part": lambda: jax.make_jaxpr(
-        jax.grad(amp(lambda p, q, x: jnp.sum(eqx.combine(p, q)(x))))
-    )(*eqx.partition(LAYER, Layer(True, False)), X),  # pyright: ignore[reportArgumentType]
-    "a scan over layers": lambda: jax.make_jaxpr(
-        amp(lambda tree, x: lax.scan(lambda x, p: (apply(p, x), None), x, tree)[0])
-    )(jax.tree.map(lambda leaf: leaf[None], TREE), X),
-}
-
-
-@pytest.mark.parametrize("name", FOLLOWS)
-def test_bias_of_a_parameter_follows_a_low_matmul(name):
-    assert held(FOLLOWS[name](), "add") == ["bfloat16"]
-
-
-@pytest.mark.standard_promotion
-def test_bias_of_an_nnx_module_follows_as_argument_and_as_function():
-    model = NnxLayer()
-    for func in (lambda x: amp(model)(x), lambda x: amp(lambda m, x: m(x))(model, x)):
-        assert dtypes_of(func, X) == ["bfloat16"]
 
 
 def test_an_equinox_module_under_amp_is_trained():
@@ -317,26 +246,19 @@ SHAPES = {
 def test_axes_of_a_parameter_tell_whether_it_follows(name):
     given, shape, dtype = SHAPES[name]
 
-    def loss(params, x):
-        h = (x @ jnp.ones((D, shape[-1]))).reshape(shape)
-        return jnp.sum(h + params["p"])
+    def func(params, x):
+        h = (x @ normal(2, D, shape[-1])).reshape(shape) + params["p"]
+        # A matmul reads it, and what comes after that: it is stored.
+        return h + 0.0 * (h @ jnp.ones((shape[-1], shape[-1])))
 
-    x = jnp.ones((int(np.prod(shape)) // shape[-1], D))
-    traced = jax.grad(amp(loss))
-    assert dtypes_of(traced, {"p": jnp.ones(given)}, x) == [dtype]
+    x = normal(3, int(np.prod(shape)) // shape[-1], D)
+    h = amp(func)({"p": normal(4, *given)}, x)
+    is_rounded = np.array_equal(h, h.astype(jnp.bfloat16).astype(jnp.float32))
+    assert is_rounded == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16"])
-def test_finite_parameter_stays_finite_and_others_stay_what_they_are(name):
-    dtype = np.dtype({"f16": jnp.float16, "bf16": jnp.bfloat16}[name])
-    form = jnp.finfo(dtype)
-    largest = float(form.max)
+def test_parameter_keeps_its_range(name):
     b = jnp.array([[1e30, LOWEST["finfo"], jnp.inf, -jnp.inf, jnp.nan, 0.1]])
-    layer = Layer(jnp.zeros((D, 6)), b)
-    out = amp(layer, dtype=name)(X)[0]
-    first = largest if name == "f16" else 1e30
-    np.testing.assert_allclose(
-        out, [first, -largest, jnp.inf, -jnp.inf, jnp.nan, 0.1], rtol=float(form.eps)
-    )
-    slope = jax.vmap(jax.grad(lambda x: saturate(x, dtype)))(b[0])
-    np.testing.assert_array_equal(slope, jnp.ones(6))
+    out = amp(Layer(jnp.zeros((D, 6)), b), dtype=name)(X)[0]
+    np.testing.assert_array_equal(out, b[0])

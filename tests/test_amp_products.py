@@ -8,12 +8,12 @@ from jax import lax
 
 import mpx
 from models import equations, normal
-from mpx import amp
+from mpx import AmpRules, amp
 
 N = 512
 LOW, F32 = "bfloat16", "float32"
 POSITIONS = jnp.arange(2048.0)
-DATA = normal(9, 8, 4)  # not made of numbers of the program
+DATA = normal(9, 8, 8)  # not made of numbers of the program
 FREQUENCIES = 10000.0 ** -(jnp.arange(0, 32, 2) / 32)
 
 
@@ -49,9 +49,13 @@ OUTER = {
         ),
         F32,
     ),
-    "two summed": (lambda: DATA[:3, :2] @ DATA[:2], LOW),
+    "four summed": (lambda: DATA[:3, :4] @ DATA[:4], F32),
+    "five summed": (lambda: DATA[:3, :5] @ DATA[:5], LOW),
+    "batched, four summed": (lambda: DATA.reshape(4, 4, 4) @ DATA[:4, :4], F32),
     "pointwise conv": (lambda: conv(jnp.ones((2, 3, 8)), jnp.ones((3, 1, 1)), 3), F32),
-    "depthwise conv": (lambda: conv(jnp.ones((2, 3, 8)), DATA[:3, None, :2], 3), LOW),
+    "depthwise conv": (lambda: conv(jnp.ones((2, 3, 8)), DATA[:3, None, :2], 3), F32),
+    "wide depthwise conv": (lambda: conv(DATA[None, :3], DATA[:3, None, :5], 3), LOW),
+    "grouped conv": (lambda: conv(DATA[None], DATA[:, :4, None], 2), F32),
     "ragged": (
         lambda: lax.ragged_dot(
             jnp.ones((4, 1)), jnp.ones((2, 1, 3)), jnp.array([1, 3])
@@ -62,9 +66,22 @@ OUTER = {
 
 
 @pytest.mark.parametrize("name", OUTER)
-def test_product_without_a_sum_stays_f32(name):
+def test_product_without_a_sum_or_of_few_stays_f32(name):
     func, dtype = OUTER[name]
     assert dots(func) == [dtype]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [AmpRules(primitives={"dot_general": "low"}), AmpRules(scopes={"few": "low"})],
+)
+def test_product_of_few_runs_low_if_a_rule_says_so(rules):
+    def func(x):
+        with jax.named_scope("few"):
+            return x[:, :2] @ DATA[:2]
+
+    assert dots(func, DATA) == [F32]
+    assert dots(func, DATA, rules=rules) == [LOW]
 
 
 def rope(positions, frequencies, q, wrap=lambda f: f):
@@ -122,10 +139,10 @@ def test_report_says_why_a_product_without_a_sum_stays_f32():
         angles = jnp.einsum("i,j->ij", POSITIONS[:2], FREQUENCIES)
         return jnp.sin(angles) + x @ w
 
-    report = mpx.inspect.report(mpx.amp(func), jnp.ones((3, 16)), jnp.ones((2, 3)))
+    report = mpx.inspect.report(mpx.amp(func), jnp.ones((8, 16)), jnp.ones((2, 8)))
     (kept,) = report.kept
     assert kept.primitive == "dot_general"
-    assert kept.reason == "a product without a sum gains nothing in 16 bits"
+    assert kept.reason == "a sum of at most 4 products gains nothing in 16 bits"
     assert kept.reason in str(report)
     assert 0 < report.shares["f32"] < report.shares["bf16"] < 1
 
@@ -154,7 +171,7 @@ def test_inner_product_is_a_sum_in_f32(name, dtype):
 
 
 def test_product_with_a_vector_runs_low_if_one_operand_is_a_weight():
-    w, x = jnp.ones((4, 3)), jnp.ones(3)
+    w, x = jnp.ones((8, 6)), jnp.ones(6)
     assert dots(lambda params, x: params["w"] @ x, {"w": w}, x) == [LOW]
     assert dots(lambda x: w @ x, x) == [LOW]
     assert dots(lambda params, x: 2 * params["w"].T[:, 1:].T @ x, {"w": w}, x) == [LOW]

@@ -11,7 +11,7 @@ from jax import lax
 import mpx
 from mpx import AmpRules
 
-X, W = jnp.ones((3, 4)), jnp.ones((4, 4))
+X, W = jnp.ones((3, 8)), jnp.ones((8, 8))
 
 
 def bf16(f, *args, rules=None):
@@ -37,16 +37,16 @@ def test_matmul_is_named_by_argument_scope_shape_and_line():
     (matmul,) = view(f, {"w": W}, X).matmuls
     assert matmul.primitive == "dot_general"
     assert (matmul.before, matmul.after) == (("float32", "float32"), ("bfloat16",))
-    assert matmul.shapes == ((3, 4), (4, 4))
+    assert matmul.shapes == ((3, 8), (8, 8))
     assert matmul.params == ("x", "params/w")
     assert matmul.scope == "outer/inner"
     line = f.__code__.co_firstlineno + 2
     assert matmul.source.endswith(f"test_amp_report.py:{line}")
-    assert matmul.flops == 2 * 3 * 4 * 4
+    assert matmul.flops == 2 * 3 * 8 * 8
 
 
 def test_layers_of_a_model_are_told_apart():
-    model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
+    model = eqx.nn.MLP(8, 2, 8, 2, key=jax.random.key(0))
     report = view(lambda model, x: jax.vmap(model)(x), model, X)
     names = [matmul.params[0] for matmul in report.matmuls]
     assert names == [f"model/layers/{i}/weight" for i in range(3)]
@@ -69,7 +69,7 @@ def test_function_without_matmuls_has_none():
 
 # --- Operations -----------------------------------------------------------------------
 
-ONE = 2 * 3 * 4 * 4
+ONE = 2 * 3 * 8 * 8
 
 
 def in_scan(x, w):
@@ -116,16 +116,16 @@ def test_convolution_is_counted():
 
 
 def test_ragged_matmul_is_counted_forward_and_backward():
-    x, w = jnp.ones((8, 4)), jnp.ones((2, 4, 3))
+    x, w = jnp.ones((8, 8)), jnp.ones((2, 8, 6))
 
     def loss(x, w):
         return jnp.sum(lax.ragged_dot(x, w, jnp.array([3, 5], jnp.int32)))
 
     forward = mpx.inspect.report(mpx.amp(loss, "bf16"), x, w, backward=False)
-    assert forward.flops == {"bf16": 2 * 8 * 4 * 3}
+    assert forward.flops == {"bf16": 2 * 8 * 8 * 6}
     # Each row belongs to one group, in both gradients.
     grad = jax.grad(loss, (0, 1))
-    assert bf16(grad, x, w).flops == {"bf16": 3 * 2 * 8 * 4 * 3}
+    assert bf16(grad, x, w).flops == {"bf16": 3 * 2 * 8 * 8 * 6}
 
 
 def test_shares_add_up_and_start_with_the_largest():
@@ -156,7 +156,7 @@ OWN = "somebody's own kernel or host code"
 
 
 def with_callback(x):
-    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((3, 4), jnp.float32), x @ W)
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((3, 8), jnp.float32), x @ W)
 
 
 KEPT = {
@@ -213,7 +213,7 @@ def test_nothing_is_run():
         jax.debug.callback(ran.append, x)
         return x @ x.T
 
-    report = bf16(f, jax.ShapeDtypeStruct((3, 4), jnp.float32))
+    report = bf16(f, jax.ShapeDtypeStruct((3, 8), jnp.float32))
     jax.effects_barrier()
     assert report.shares == {"bf16": 1.0}
     assert not ran
@@ -224,8 +224,8 @@ def test_nnx_module_is_left_as_it_was():
     # Not a pytree, so that JAX's own flattening does not make a copy either.
     class Net(nnx.Module, pytree=False):
         def __init__(self, rngs):
-            self.linear = nnx.Linear(4, 4, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
 
         def __call__(self, x):
             return self.norm(self.linear(x))
@@ -235,7 +235,7 @@ def test_nnx_module_is_left_as_it_was():
         report = bf16(*args)
         assert report.shares == {"bf16": 1.0}
         assert "linear/kernel" in str(report)
-        np.testing.assert_array_equal(net.norm.mean[...], np.zeros(4))
+        np.testing.assert_array_equal(net.norm.mean[...], np.zeros(8))
 
 
 def test_configured_half_precision_is_the_default():
@@ -258,7 +258,7 @@ def test_text_has_three_tables(monkeypatch):
     )
     assert "no gradient: Pure callbacks do not support JVP" in head
     line = f.__code__.co_firstlineno + 1
-    row = f"x dot bf16 (3,4) @ (4,4) 1 96 80 B forward test_amp_report.py:{line}"
+    row = f"x dot bf16 (3,8) @ (8,8) 1 384 224 B forward test_amp_report.py:{line}"
     assert matmuls.splitlines()[2].split() == row.split()
     assert "reduce_sum" in kept
     assert SUMS in kept

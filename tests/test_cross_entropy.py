@@ -200,6 +200,31 @@ def test_entries_of_the_vocabulary_may_be_excluded():
     np.testing.assert_array_equal(found[1][1][:, :40], 0.0)
 
 
+@both_ways
+def test_excluded_words_stay_so_beside_a_soft_cap(way):
+    options = {"labels": LABELS % 64 + 40, "soft_cap": 2.0}
+    kept = [HIDDEN, WEIGHT[:, 40:], BIAS[40:]]
+    value, (dh, dw, db) = textbook(*kept, labels=LABELS % 64, soft_cap=2.0)
+    found = run(HIDDEN, WEIGHT, BIAS.at[:40].set(-jnp.inf), **options)
+    dw, db = np.pad(dw, ((0, 0), (40, 0))), np.pad(db, (40, 0))
+    assert error(found, (value, (dh, dw, db))) < 2e-6
+
+
+def test_a_soft_cap_must_be_known_when_it_is_traced():
+    call = lambda cap: linear_cross_entropy(HIDDEN, WEIGHT, LABELS, soft_cap=cap)  # noqa: E731
+    with pytest.raises(TypeError, match="`soft_cap` must be a number, but .*Tracer"):
+        jax.jit(call)(2.0)
+
+
+def test_weights_below_0_have_a_sum_and_no_mean():
+    weights = FACTORS.at[0, 1].set(-1.0)
+    wanted = textbook(HIDDEN, WEIGHT, BIAS, weights=weights, reduction="sum")
+    found = run(HIDDEN, WEIGHT, BIAS, weights=weights, reduction="sum")
+    wanted = wanted[0], jax.tree.map(np.asarray, wanted[1])
+    assert error(found, wanted) < 2e-6
+    assert np.isnan(run(HIDDEN, WEIGHT, BIAS, weights=weights)[0])
+
+
 # --- Tokens that do not count ---------------------------------------------------------
 
 
@@ -566,6 +591,30 @@ def test_the_vocabulary_may_be_split_in_shard_map(check_vma):
         assert error(found, wanted) < 2e-6
 
 
+@both_ways
+def test_all_words_of_one_device_may_be_excluded(way):
+    mesh = jax.make_mesh((4,), ("vocab",), axis_types=(AxisType.Auto,))
+    bias, labels = BIAS.at[:26].set(-jnp.inf), LABELS % 78 + 26
+    specs = P(), P(None, "vocab"), P("vocab"), P()
+
+    def local(hidden, weight, bias, labels):
+        return linear_cross_entropy(
+            hidden, weight, labels, bias=bias, axis_name="vocab"
+        )
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    with np.errstate(invalid="ignore"):
+        wanted = textbook(HIDDEN, WEIGHT, bias, labels=labels)
+    grad = jax.jit(jax.value_and_grad(split, argnums=(0, 1, 2)))
+    assert error(grad(HIDDEN, WEIGHT, bias, labels), wanted) < 2e-6
+    # In forward mode, too.
+    args, given = (HIDDEN, WEIGHT, bias), (HIDDEN, WEIGHT, jnp.zeros_like(bias))
+    call = lambda *x: split(*x, labels)  # noqa: E731
+    moved = jax.jit(lambda *x: jax.jvp(call, args, x)[1])(*given)
+    parts = zip(wanted[1], given, strict=True)
+    assert abs(moved - sum(np.vdot(x, y) for x, y in parts)) < 1e-4
+
+
 @again
 def test_mesh_axes_may_be_explicit():
     mesh = jax.make_mesh((2, 4), ("data", "vocab"), axis_types=(AxisType.Explicit,) * 2)
@@ -624,6 +673,22 @@ def test_mesh_axes_may_be_explicit():
             "`reduction` must be one of 'mean', 'sum', 'none', but 'max'",
         ),
         ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be positive, but 0.0"),
+        ({"soft_cap": "1"}, TypeError, "`soft_cap` must be a number, but '1'"),
+        (
+            {"label_smoothing": 2},
+            ValueError,
+            "`label_smoothing` must be from 0 to 1, but 2",
+        ),
+        (
+            {"weights": -FACTORS},
+            ValueError,
+            "`weights` must not be negative for a mean",
+        ),
+        (
+            {"weight": WEIGHT[:, :0]},
+            ValueError,
+            r"\(10, 0\) must hold at least one word",
+        ),
         ({"chunks": 0}, ValueError, "`chunks` must be at least 1, but 0"),
     ],
 )

@@ -1,5 +1,6 @@
-"""`fp8(amp(f))` decides in one pass what it decides in two if `amp` is further inside."""
+"""`fp8(f)` is `fp8(amp(f))`, and the same with `amp` further inside."""
 
+import contextlib
 import functools
 
 import equinox as eqx
@@ -15,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import mpx
 from models import normal
-from mpx._fp8 import _transform
 from mpx.recipes import MXFP8, CurrentScaling
 
 pytestmark = pytest.mark.standard_promotion
@@ -125,6 +125,18 @@ def stopped(params, x):
     return jnp.mean((hidden @ params["b"]) ** 2)
 
 
+def gathered(params, x):
+    """Weights in parts, as in FSDP by hand."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(a, b, x):
+        whole = (lax.all_gather(w, "data", axis=0, tiled=True) for w in (a, b))
+        return lax.pmean(jnp.mean(functools.reduce(jnp.matmul, whole, x) ** 2), "data")
+
+    specs = {"in_specs": P("data"), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, **specs)(params["a"], params["b"], x)
+
+
 def closed_over(params, x):
     return jnp.mean((x @ PARAMS["a"] @ params["b"]) ** 2)
 
@@ -151,6 +163,7 @@ FUNCTIONS = {
     for x in (
         *(mlp, jitted, branches, looped, custom, attention, learnt_query, tied),
         *(normed_weight, cast_by_hand, precise, mapped, sharded, stopped, closed_over),
+        gathered,
     )
 }
 FUNCTIONS |= {
@@ -161,25 +174,11 @@ FUNCTIONS |= {
 }
 
 
-@pytest.fixture
-def passes(monkeypatch):
-    """How many of the calls took one pass."""
-    seen = []
-    make = _transform.Fp8InAmp
-
-    def counted(**options):
-        seen.append(options["dtype"])
-        return make(**options)
-
-    monkeypatch.setattr(_transform, "Fp8InAmp", counted)
-    return seen
-
-
-def both(func, recipe="current", dtype="bf16", **options):
-    """Returns a function in one pass, and in two."""
-    cast = mpx.amp(func, dtype)
+def forms(func, recipe="current", dtype="bf16", **options):
+    """Returns a function under `fp8`: as it is, under `amp`, and with `amp` inside."""
     wrap = lambda f: mpx.fp8(f, recipe, min_gain=0, **options)  # noqa: E731
-    return wrap(cast), wrap(lambda *args: cast(*args))
+    cast = mpx.amp(func, dtype)
+    return wrap(func), wrap(cast), wrap(lambda params, x: cast(params, x))
 
 
 def programs(funcs, params, x):
@@ -195,44 +194,112 @@ def programs(funcs, params, x):
     return [program(func) for func in funcs]
 
 
+def seen(matmul):
+    return matmul.param, matmul.shape, matmul.times, matmul.reason
+
+
 @pytest.mark.some(7)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_one_pass_writes_the_program_of_two(name, passes):
+def test_fp8_of_a_function_is_fp8_of_amp_of_it(name):
     func, params = FUNCTIONS[name]
-    one, two, without = programs((*both(func), mpx.amp(func)), params, X)
-    assert len(passes) == 1
+    plain, cast, inside = forms(func)
+    report = mpx.inspect.report(plain, params, X)
+    heard = contextlib.nullcontext()
+    if not report.fp8.changed:
+        heard = pytest.warns(RuntimeWarning, match="`fp8` changed nothing")
+    with heard:
+        one, two, without = programs((plain, cast, mpx.amp(func)), params, X)
     assert one == two
-    report = mpx.inspect.report(both(func)[0], params, X)
-    assert (one != without) is (len(report.fp8.changed) > 0)
-    assert (one == without) is (name == "tied")
+    assert (one != without) is (len(report.fp8.changed) > 0) is (name != "tied")
+    for other in (cast, inside):
+        found = mpx.inspect.report(other, params, X)
+        assert [*map(seen, found.fp8.matmuls)] == [*map(seen, report.fp8.matmuls)]
+    with heard:
+        arrays, static = eqx.partition(params, eqx.is_array)
+        results = [
+            jax.jit(jax.grad(lambda arrays, f=f: f(eqx.combine(arrays, static), X)))(
+                arrays
+            )
+            for f in (plain, inside)
+        ]
+    mpx.testing.assert_trees_equal(*results)
+
+
+INPUTS = {
+    "bf16": X.astype(jnp.bfloat16),
+    "f16": X.astype(jnp.float16),
+    "uint8": jnp.arange(1024, dtype=jnp.uint8).reshape(32, 32) % 16,
+    "bool": X > 0,
+}
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["f32", "bf16 parameters"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_and_parameters_may_have_any_dtype(name, low):
+    x, params = INPUTS[name], mpx.cast_to_bfloat16(PARAMS) if low else PARAMS
+    plain, cast, _ = forms(lambda p, x: mlp(p, x.astype(jnp.float32)))
+    given, given_cast, _ = forms(lambda p, x: jnp.sum(x @ p["a"]))
+    for func in (plain, given):
+        report = mpx.inspect.report(func, params, x)
+        assert len(report.fp8.changed) == len(report.fp8.matmuls)
+    one, two = programs((plain, cast), params, x)
+    assert one == two
+    one, two = programs((given, given_cast), params, x)
+    assert one == two
 
 
 def test_parameter_for_each_example_is_no_weight():
-    for func in both(learnt_query):
+    for func in forms(learnt_query):
         matmuls = mpx.inspect.report(func, PARAMS, X).fp8.matmuls
         assert [bool(x.reason) for x in matmuls] == [True, False]
         assert matmuls[0].reason == "no operand is a parameter"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype", "options"),
+    ("recipe", "options"),
     [
-        (CurrentScaling(granularity="row"), "bf16", {}),
-        (MXFP8(emulate=True), "bf16", {}),
-        ("current", "f16", {}),
-        ("current", "bf16", {"keep": "b$"}),
-        ("current", "bf16", {"keep": lambda matmul: matmul.param.endswith("a")}),
+        (CurrentScaling(granularity="row"), {}),
+        (MXFP8(emulate=True), {}),
+        ("current", {"keep": "b$"}),
+        ("current", {"keep": lambda matmul: matmul.param.endswith("a")}),
     ],
 )
+def test_both_forms_take_options(recipe, options):
+    one, two = programs(forms(mlp, recipe, **options)[:2], PARAMS, X)
+    assert one == two
+
+
 @pytest.mark.filterwarnings("ignore:A function under `amp` in f16")
-def test_one_pass_takes_options(recipe, dtype, options, passes):
-    one, two = both(mlp, recipe, dtype, **options)
-    got, want = programs((one, two), PARAMS, X)
-    assert len(passes) == 1
-    assert got == want
+def test_dtype_of_amp_is_that_of_the_operands():
+    (_, cast, inside) = forms(mlp, dtype="f16")
+    for func in (cast, inside):
+        matmuls = mpx.inspect.report(func, PARAMS, X).fp8.changed
+        assert [x.dtype for x in matmuls] == ["f16", "f16"]
+    assert cast(PARAMS, X) == inside(PARAMS, X) != forms(mlp)[0](PARAMS, X)
 
 
-def test_one_pass_keeps_what_nnx_modules_change(passes):
+AMPS = {
+    "params": (mpx.amp(mlp, params=0), ["", ""]),
+    "keep": (mpx.amp(mlp, keep="^b$"), ["", "an operand is f32 (keep ^b$)"]),
+    "rules": (mpx.amp(mlp, rules=mpx.AmpRules(primitives={"tanh": "f32"})), ["", ""]),
+    "keep a gathered weight": (
+        mpx.amp(gathered, keep="^b$"),
+        ["", "an operand is f32 (keep ^b$)"],
+    ),
+    "narrow carry": (mpx.amp(mlp, narrow_carry=True), ["", ""]),
+}
+
+
+@pytest.mark.parametrize("name", AMPS)
+def test_options_of_amp_hold(name):
+    func, reasons = AMPS[name]
+    report = mpx.inspect.report(mpx.fp8(func, min_gain=0), PARAMS, X)
+    assert [x.reason for x in report.fp8.matmuls] == reasons
+    inside = mpx.inspect.report(mpx.fp8(jax.jit(func), min_gain=0), PARAMS, X)
+    assert [bool(x.reason) for x in inside.fp8.matmuls] == [*map(bool, reasons)]
+
+
+def test_both_forms_keep_what_nnx_modules_change():
     def make():
         return nnx.Sequential(
             nnx.Linear(32, 64, rngs=nnx.Rngs(0)),
@@ -244,42 +311,23 @@ def test_one_pass_keeps_what_nnx_modules_change(passes):
         return jnp.mean((model(x) - x) ** 2)
 
     results = []
-    for func in both(loss):
+    for func in forms(loss)[:2]:
         model = make()
         results.append((nnx.value_and_grad(func)(model, X), nnx.state(model)))
-    assert len(passes) == 1
     mpx.testing.assert_trees_equal(*jax.tree.map(np.asarray, results))
 
 
-@pytest.mark.parametrize(
-    ("func", "args"),
-    [
-        (mpx.amp(lambda w, x: jnp.mean(x @ w)), (PARAMS["a"], X)),  # no container
-        (mpx.amp(mlp, params=0), (PARAMS, X)),
-        (mpx.amp(mlp, keep="bias"), (PARAMS, X)),
-        (mpx.amp(mlp, rules=mpx.AmpRules(primitives={"tanh": "f32"})), (PARAMS, X)),
-    ],
-    ids=["bare", "params", "keep", "rules"],
-)
-def test_what_both_may_see_differently_takes_two_passes(func, args, passes):
-    jax.grad(mpx.fp8(func, min_gain=0))(*args)
-    assert not passes
-
-
-def test_predicate_sees_how_often_a_matmul_runs(passes):
+def test_predicate_sees_how_often_a_matmul_runs():
     def loss(params, x):
         out = jax.jit(lambda x, w: jnp.tanh(x @ w))(x, params["w"][0])
         return scanned(params, out)
 
-    one, two = both(loss, keep=lambda matmul: matmul.times > 1)
-    got, want = programs((one, two), STACK, X)
-    assert len(passes) == 1
-    assert got == want
-    seen = [x.times for x in mpx.inspect.report(one, STACK, X).fp8.changed]
-    assert seen == [1]
+    for func in forms(loss, keep=lambda matmul: matmul.times > 1):
+        seen = [x.times for x in mpx.inspect.report(func, STACK, X).fp8.changed]
+        assert seen == [1]
 
 
-def test_what_wraps_a_function_under_amp_is_run(passes):
+def test_what_wraps_a_function_under_amp_is_run():
     cast = mpx.amp(mlp)
 
     @functools.wraps(cast)
@@ -288,16 +336,12 @@ def test_what_wraps_a_function_under_amp_is_run(passes):
 
     func = mpx.fp8(shifted, min_gain=0)
     assert func(PARAMS, X) == mpx.fp8(cast, min_gain=0)(PARAMS, X) + 1
-    assert len(passes) == 1  # that of `cast`
-    mpx.fp8(jax.jit(cast), min_gain=0)(PARAMS, X)
-    assert len(passes) == 1
 
 
-def test_half_precision_of_an_eager_call_is_that_of_the_call(passes):
-    one = mpx.fp8(mpx.amp(jitted), min_gain=0)
-    first = one(PARAMS, X)
-    with mpx.half_precision("f16"):
-        second = one(PARAMS, X)
-    assert [str(x) for x in passes] == ["bfloat16", "float16"]
-    assert first != second
-    assert one(PARAMS, X) == first
+def test_half_precision_of_an_eager_call_is_that_of_the_call():
+    for one in forms(jitted, dtype=None)[:2]:
+        first = one(PARAMS, X)
+        with mpx.half_precision("f16"):
+            second = one(PARAMS, X)
+        assert first != second
+        assert one(PARAMS, X) == first

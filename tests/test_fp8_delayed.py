@@ -148,6 +148,13 @@ def test_scales_come_from_the_history():
     assert float(margin(state, w * 8, x)[0, 0]) == 8.0
 
 
+def test_margin_of_huge_numbers_does_not_overflow():
+    w, x = jnp.eye(32, dtype=BF16) * 2.0**120, jnp.eye(32, dtype=BF16)
+    f8 = fp8(lambda w, x: x @ w, DelayedScaling(history=3, margin=8), min_gain=0)
+    state = Fp8State({"w:0": jnp.ones((3, 3)).at[0, 1].set(2.0**120)})
+    assert float(f8(state, w, x)[0, 0]) == 2.0**120
+
+
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_any_step_of_the_history_may_hold_the_largest(step):
     w, x = jnp.eye(32, dtype=BF16), jnp.eye(32, dtype=BF16)
@@ -317,6 +324,27 @@ def test_overflow_leaves_the_state_alone():
     assert_trees_equal(result.fp8, state)
 
 
+@pytest.mark.parametrize("kind", ["grows", "shrinks"])
+def test_state_follows_the_loss_scale(kind):
+    p, x = problem()
+    if kind == "shrinks":
+        x = x.at[0, 0].set(np.inf)
+    scaling = mpx.DynamicLossScaling.pow2(2.0**4, period=1)
+    state = F8.init(p, problem()[1], scaling=scaling)
+    result = stepped(scaling, state, p, x)
+    factor = 2.0 if kind == "grows" else 0.5
+    assert float(result.scaling.loss_scaling) == factor * 2**4
+    assert bool(result.finite) is (kind == "grows")
+    # As if the scale had been another one all along.
+    other = F8.init(p, problem()[1], scaling=factor * 2**4)
+    if kind == "grows":
+        other = stepped(SCALING, initial(), p, x).fp8.rescaled(factor * 2**4)
+    assert_trees_equal(result.fp8, other)
+    found = stepped(result.scaling, result.fp8, p, problem()[1])
+    want = stepped(SCALING, other.rescaled(1 / (factor * 2**4)), p, problem()[1])
+    assert_trees_equal(found.grads, want.grads)
+
+
 def test_accumulation_takes_the_largest_of_all_parts():
     p, x = problem(rows=64)
     x = x.at[3].multiply(16)  # one part of four has much larger inputs
@@ -345,6 +373,18 @@ def test_devices_agree_on_the_largest():
 
     (new,) = jax.jit(step)(state, w, x).amaxes.values()
     assert np.array_equal(new[0, :2], [5.0, 1.0])
+
+
+def test_jax_grad_in_shard_map_agrees_on_the_largest():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    w, x = jnp.ones((32, 32)), jnp.ones((128, 32)).at[17].set(5)
+    f8 = delayed(lambda w, x: jnp.sum(x @ w))
+    state, step = f8.init(w, x[:32]), jax.grad(f8, argnums=(0, 1))
+    specs = (P(), P(), P("data"))
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P())
+    observed, grads = jax.jit(sharded)(state, w, x)
+    assert observed.amaxes["w:0"][0].tolist() == [5.0, 1.0, 1.0]
+    assert np.array_equal(grads, jnp.broadcast_to(x.sum(0)[:, None], (32, 32)))
 
 
 def test_state_on_eight_devices_is_that_on_one():
@@ -504,4 +544,4 @@ def test_state_of_another_history_is_refused():
 def test_init_needs_something_to_differentiate():
     w, x = jnp.ones((32, 32), BF16), jnp.ones((16, 32), BF16)
     with pytest.raises(TypeError, match="returned no floating array"):
-        delayed(lambda w, x: jnp.argmax(x @ w)).init(w, x)
+        delayed(lambda w, x: jnp.int32((x @ w)[0, 0])).init(w, x)

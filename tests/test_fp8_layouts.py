@@ -199,6 +199,7 @@ def test_sharing_changes_no_gradient():
             ** 2
         ),
         min_gain=0,
+        params=0,  # the copies are differentiated, too
     )
     together = fp8(attention_inputs, min_gain=0)
     one, dx = jax.jit(jax.grad(together, argnums=(0, 1)))(params, x)

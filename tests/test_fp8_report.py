@@ -187,6 +187,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A function under `amp` has parameters of 16 bits")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_report_lists_all_that_multiplies(name, around):
@@ -226,6 +227,18 @@ def test_report_counts_fused_attention(monkeypatch):
     assert report.share == linear.flops / (linear.flops + fused.flops)
 
 
+def test_matmuls_of_a_narrow_carry_are_counted_once():
+    def loss(p, x):
+        body = jax.jit(lambda h, w: (jnp.tanh(h @ w), None))
+        return jnp.sum(jax.lax.scan(body, x, p["layers"])[0])
+
+    p, x = ({"layers": jnp.ones((4, 32, 32))}, jnp.ones((16, 32)))
+    func = fp8(amp(loss, narrow_carry=True), DelayedScaling(), min_gain=0)
+    (found,) = mpx.inspect.report(func, p, x).fp8.matmuls
+    assert found.times == 4
+    assert list(func.init(p, x).amaxes) == ["p/layers:0"]
+
+
 # Lines as jaxlib 0.11.2 prints them for an H200, shortened.
 CUBLAS = """
 ENTRY %main (x: bf16[16,16]) -> bf16[16,16] {
@@ -244,6 +257,19 @@ def test_check_counts_calls_and_others():
     assert found.other == {"cublas bf16": 1, "dot bf16": 1}
     assert found.quantized
     assert str(found) == "1 fp8 matmuls; others: 1 cublas bf16, 1 dot bf16"
+
+
+@pytest.mark.parametrize("target", ["__op$block_scaled_dot", "__cudnn$blockScaledDot"])
+@pytest.mark.parametrize(
+    ("codes", "scale"), [("f8e4m3fn", "f8e8m0fnu"), ("f4e2m1fn", "f8e4m3fn")]
+)
+def test_check_counts_blocks(target, codes, scale):
+    operands = f"{codes}[1,32,32] %a, {codes}[1,32,32] %b, {scale}[1,32,1] %c"
+    call = f'custom-call({operands}), custom_call_target="{target}"'
+    found = mpx.inspect.fp8_check(f"  %dot = (bf16[1,32,32]{{2,1,0}}, u8[8]) {call}")
+    assert found.fp8 == 1
+    assert found.quantized
+    assert not found.other
 
 
 def test_check_sees_that_the_rounding_is_gone():

@@ -92,15 +92,39 @@ def test_inverse_is_exact(exponent):
         (np.zeros((3, 0)), 0.0),
         (np.float32(-3.0), 3.0),
         (np.array([1.0, -5.0]), 5.0),
-        (np.array([1.0, -np.inf]), np.inf),
-        (np.array([np.nan, 1.0]), np.nan),
+        (np.array([1.0, -np.inf]), 1.0),
+        (np.array([np.nan, 1.0]), 1.0),
+        (np.array([np.nan, np.inf]), 0.0),
     ],
-    ids=["empty", "empty rows", "scalar", "vector", "inf", "nan"],
+    ids=["empty", "empty rows", "scalar", "vector", "inf", "nan", "nothing finite"],
 )
 def test_largest_magnitude_of(x, want):
     found = largest_magnitude(jnp.asarray(x, jnp.float32))
     assert found.shape == ()
     np.testing.assert_equal(float(found), want)
+
+
+SPOILT = {
+    "tensor": CurrentScaling(),
+    "row": CurrentScaling(granularity="row"),
+    "blocks": MXFP8(emulate=True),
+}
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("name", SPOILT)
+def test_one_bad_example_leaves_the_others_alone(name, bad):
+    # Small numbers, which a scale of 1 would make zeros.
+    a, b, g = (normal(i, 32, 32, dtype="bfloat16") * 2.0**-20 for i in range(3))
+    plan = plan_for(a, b, (((1,), (0,)), ((), ())), 1, SPOILT[name])
+    others = np.arange(32) != 3
+    out, da, _ = run(plan, a, b, g)
+    spoilt, da_too, _ = run(plan, a.at[3, 5].set(bad), b, g.at[3, 5].set(bad))
+    assert np.array_equal(*(np.asarray(x, np.float32)[others] for x in (out, spoilt)))
+    assert np.array_equal(*(np.asarray(x, np.float32)[others] for x in (da, da_too)))
+    assert np.any(np.asarray(out, np.float32)[others])
+    for x in (spoilt, da_too):
+        assert not np.any(np.isfinite(np.asarray(x, np.float32)[3]))
 
 
 def test_largest_magnitude_keeps_the_axes_it_reduces():

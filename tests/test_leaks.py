@@ -376,6 +376,7 @@ def closing_over(kind, dtype):
     return within[kind], weakref.ref(w)
 
 
+@pytest.mark.filterwarnings("ignore:`fp8` changed nothing")
 @pytest.mark.parametrize("wrap", ["amp", "fp8"])
 @pytest.mark.parametrize(
     "within", ["nothing", "jit", "scan", "cond", "remat", "custom_jvp"]

@@ -94,6 +94,7 @@ PUBLIC = {
         "observe",
         "plot_exponents",
         "report",
+        "residual_errors",
         "watch",
     ],
     "mpx.optim": [

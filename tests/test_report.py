@@ -30,7 +30,7 @@ def shape(*sizes, dtype=jnp.float32):
 
 # --- FLOPs ----------------------------------------------------------------------------
 
-B, T, D, H = 6, 5, 4, 8
+B, T, D, H = 6, 5, 8, 12
 WEIGHTS = {"a": shape(D, H), "b": shape(H, D)}
 LAYERS = {"a": shape(3, D, H), "b": shape(3, H, D)}
 ONE = 2 * B * D * H  # each of the two matmuls, with B rows
@@ -306,7 +306,7 @@ def test_matmuls_in_fp8_have_names_and_dtypes(granularity, dtypes):
     assert [m.place.param for m in found.matmuls] == [f"p/{x}" for x in "abbbaa"]
     assert {m.dtype for m in found.matmuls} == dtypes
     assert found.fp8.share == 1
-    assert found.amp is None
+    assert found.amp.dtype == "bf16"
     both = report(mpx.fp8(mpx.amp(loss), min_gain=0), p, shape(16, 64, dtype=BF16))
     assert both.fp8.share == 1
     assert both.amp.dtype == "bf16"
@@ -539,7 +539,7 @@ def test_scales_and_roundings_of_fp8_are_not_listed_as_f32(name):
     func = mpx.fp8(loss, BY_RECIPE[name], min_gain=0)
     found = report(func, {"w": shape(32, 32, dtype=BF16)}, shape(64, 32, dtype=BF16))
     assert found.fp8.share == 1
-    assert [(x.primitive, x.scope) for x in found.kept] == [("mul", "")]
+    assert [(x.primitive, x.scope) for x in found.kept] == [("reduce_sum", "")]
     assert {x.place.scope for x in found.matmuls} == {"mine"}
     outside = report(mpx.amp(func), {"w": shape(32, 32)}, shape(64, 32))
     assert [x.primitive for x in outside.kept] == ["reduce_sum"]

@@ -8,27 +8,42 @@ library is imported here: if it is not loaded, none of its models can be running
 import contextlib
 import dataclasses
 import functools
-import inspect
+import itertools
 import sys
-import types
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
+from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import SequenceKey
 from jaxtyping import PyTree
 
 from mpx._amp._emit import Autocast, warn_if_unscaled
 from mpx._amp._facts import F32, current_recording, is_low
-from mpx._casting._context import argument_names, refuse_cast_arguments
-from mpx._casting._keep import calls_marked, is_state
+from mpx._amp._roles import (
+    Call,
+    Describe,
+    Roles,
+    as_positions,
+    param_arguments,
+    roles_of,
+    unbound,
+)
+from mpx._amp._rules import AmpRules, as_compute_dtype
+from mpx._casting._context import (
+    AMP_SCOPE,
+    Reduce,
+    amp_reduce,
+    argument_names,
+    refuse_cast_arguments,
+    scope_of_amp,
+)
+from mpx._casting._keep import calls_marked, is_state, scopes_around
 from mpx._jax import _nnx
-from mpx._jax._arguments import as_count
 from mpx._jax._compat import (
     Literal,
-    ambient_scopes,
     convert_dtype,
     nothing_is_traced,
     open_jaxpr,
@@ -41,7 +56,7 @@ from mpx._jax._frameworks import (
     linen_name,
     refuse_haiku,
 )
-from mpx._jax._tree import LeafName, flatten_with_names, is_array, is_floating
+from mpx._jax._tree import LeafName, is_array
 from mpx._jax._warn import warn
 from mpx._program._interpreter import (
     Rewritten,
@@ -57,13 +72,40 @@ Remembered = dict[Any, Rewritten]
 """Rewritten jaxprs of earlier calls outside all transformations."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `amp`, checked; equal if all of them are."""
+
+    dtype: np.dtype | None
+    reduce: Reduce
+    params: tuple[int | str, ...] | None
+    rules: AmpRules
+    narrow_carry: bool
+    attention: OneOf["fuse", "keep"]
+    residuals: str | None
+
+    def __call__(self) -> Autocast:
+        """Returns the visitor for one call, by what is set around it."""
+        return Autocast(
+            dtype=as_compute_dtype(self.dtype),
+            reduce=amp_reduce(self.reduce),
+            params=self.params,
+            rules=self.rules,
+            narrow_carry=self.narrow_carry,
+            attention=self.attention,
+            residuals=self.residuals,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(autocast: Any, dtype: np.dtype, reduce: Reduce) -> Remembered:
+    return {}
+
+
 def under_amp(
-    func: Callable[..., PyTree],
-    autocast: Callable[[], Autocast],
-    eager: dict[tuple[Any, Any], Remembered] | None = None,
+    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
 ) -> Callable[..., PyTree]:
     """Returns a function that runs in mixed precision, given what makes its visitors."""
-    eager = {} if eager is None else eager
 
     @functools.wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -73,8 +115,9 @@ def under_amp(
         if recording is not None:
             visitor.decisions = recording.decisions
             recording.casts.append((visitor.dtype, visitor.rules))
-        remembered = eager.setdefault((visitor.dtype, visitor.reduce), {})
-        return call_through(visitor, func, args, kwargs, eager=remembered)
+        eager = _remembered(autocast, visitor.dtype, visitor.reduce)
+        with scope_of_amp():
+            return call_through(visitor, func, args, kwargs, eager=eager)
 
     # The gradient functions and inspection ask for it.
     setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
@@ -83,23 +126,16 @@ def under_amp(
     return wrapper
 
 
-_MODULES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, frozen=True)  # `jax.jit` takes it: it has a hash
 class ModuleUnderAmp:
     """An Equinox module under `amp`: its parameters are still there to be trained."""
 
     func: Callable[..., PyTree]
-    mpx_autocast: Callable[[], Autocast] = dataclasses.field(
-        metadata={"static": True}, repr=False
-    )
+    mpx_autocast: Options = dataclasses.field(metadata={"static": True}, repr=False)
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        # The module may be another object at each call, but not what was asked for.
-        eager = _MODULES.setdefault(self.mpx_autocast, {})
-        return under_amp(self.func, self.mpx_autocast, eager)(*args, **kwargs)
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return under_amp(self.func, self.mpx_autocast)(*args, **kwargs)
 
     @property
     def mpx_under_amp(self) -> tuple[PyTree, PyTree]:
@@ -129,18 +165,6 @@ def _take_arrays(
     return arrays, put_back
 
 
-class _Call(NamedTuple):
-    """A function and its arguments."""
-
-    func: Callable[..., PyTree]
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-
-
-Describe = Callable[[LeafName, bool], Named]
-"""Tells what the name of an array, and whether it is a parameter, are for the user."""
-
-
 def call_through(
     visitor: Transformation,
     func: Callable[..., PyTree],
@@ -151,8 +175,10 @@ def call_through(
     describe: Describe | None = None,
 ) -> PyTree:
     """Calls a function through a visitor."""
-    if isinstance(func, functools.partial) or inspect.ismethod(func):
-        func, args, kwargs = _unbound(visitor, _Call(func, args, kwargs))
+    held: frozenset[str] = frozenset()
+    if describe is None:
+        visitor.params = as_positions(visitor.params, func, args, kwargs)
+        func, args, kwargs, held = unbound(visitor, Call(func, args, kwargs))
     if "flax.nnx" in sys.modules:
         names = argument_names(func, len(args))
         arguments = {_FUNC: func, **dict(zip(names, args, strict=True)), **kwargs}
@@ -161,10 +187,11 @@ def call_through(
             plain[name], taken = _nnx.take_out(tree, name)
             objects.update(taken)
         if objects:
-            return _call_with_nnx(visitor, names, plain, objects)
+            return _call_with_nnx(visitor, names, plain, objects, held)
 
-    def pure(func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _call_pure(visitor, _Call(func, args, kwargs), eager, describe)
+    def pure(func: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        call = Call(func, args, kwargs, held)
+        return _call_pure(visitor, call, eager, describe)
 
     if "haiku" in sys.modules:
         refuse_haiku()
@@ -178,43 +205,28 @@ def call_through(
         return pure(func, *args, **kwargs)
 
 
-def _unbound(visitor: Transformation, call: _Call) -> _Call:
-    """Returns a call with the arrays of a method or `partial` as named arguments."""
-    func, args, kwargs = call
-    bound, inner = (), func
-    if isinstance(func, functools.partial):
-        bound, kwargs, inner = func.args, {**func.keywords, **kwargs}, func.func
-    elif inspect.ismethod(func) and not isinstance(func.__self__, type):
-        bound, inner = (func.__self__,), func.__func__
-    if not any(is_array(x) or _nnx.is_nnx(x) for x in jax.tree.leaves(bound)):
-        return call
-    if visitor.params is not None:
-        moved = [x + len(bound) if isinstance(x, int) else x for x in visitor.params]
-        visitor.params = (*moved, *range(len(bound)))
-    return _unbound(visitor, _Call(inner, (*bound, *args), kwargs))
-
-
 def _call_pure(
     visitor: Transformation,
-    call: _Call,
+    call: Call,
     eager: Remembered | None,
     describe: Describe | None,
 ) -> PyTree:
     """Calls a function that changes nothing but its results; arguments as above."""
-    arrays, put_back = _take_arrays(call)
+    arrays, put_back = _take_arrays(call[:3])
     # NumPy's f64 is JAX's f32, unless x64 is on.
     arrays = [
         jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
     ]
-    named = _names_and_params(visitor, call)
-    if describe is not None:
-        named = [describe(*pair) for pair in named]
-    merge = lambda outs: outs  # noqa: E731 - made while the function is traced
+    roles = roles_of(visitor, call, describe)
+    losses: list[bool] = []  # made, as is `merge`, while the function is traced
+    merge = lambda outs: outs  # noqa: E731
 
     def flat(*arrays: PyTree) -> list[PyTree]:
         nonlocal merge
         func, args, kwargs = put_back(arrays)
-        outs, merge = _take_arrays(func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        outs, merge = _take_arrays(result)
+        losses[:] = _are_losses(result)
         return outs
 
     kept_types = visitor.kept_types
@@ -226,96 +238,146 @@ def _call_pure(
         visitor.cache = eager
         if len(eager) > _MOST_REMEMBERED:
             eager.clear()
+    low = [i for i, x in enumerate(arrays) if is_low(x) and visitor.widens_params]
     with visitor.tracing(), kept:
-        (body, consts), widened = _trace(visitor, flat, arrays, named)
+        (body, consts), widened, dtypes = _trace(flat, arrays, low, roles)
     if (recording := current_recording()) is not None:
-        for name, array in zip(named, arrays, strict=True):
+        for name, array in zip(roles.named, arrays, strict=True):
             recording.names.setdefault(id(array), name)  # the first name counts
-    is_owner = any([is_param for _, is_param in named])
+        containers = {name.argument for name, _ in roles.named if name.path}
+        recording.guessed += [roles.guess] * (roles.guess != "" and len(containers) > 1)
+    is_owner = any([is_param for _, is_param in roles.named])
     has_params = is_owner or describe is not linen_name
-    wide, visitor.stored = list(arrays), {}
-    for i in widened:
-        # The gradient of an f16 parameter is rounded to f16, whatever computes it.
-        is_f16 = recording is None and arrays[i].dtype == np.float16
-        stored = warn_if_unscaled(arrays[i]) if is_f16 else arrays[i]
-        wide[i] = convert_dtype(stored, F32)
-        visitor.stored[id(wide[i])] = wide[i], stored
-    traced = visitor.start(Traced(body, consts, wide, named, has_params))
+    wide = _widened(visitor, arrays, low, widened, roles)
+    traced = visitor.start(Traced(body, consts, wide, roles.named, has_params))
     outs = visitor.finish(run_traced(visitor, traced))
     visitor.stored.clear()  # derivative rules, which JAX keeps, refer to the visitor
-    if not widened:
-        return merge(outs)
     # What is returned as it came is that very array.
-    given = dict(zip(body.invars, arrays, strict=True))
-    outs = [
-        given.get(var, out) if not isinstance(var, Literal) else out
-        for var, out in zip(body.outvars, outs, strict=True)
-    ]
-    return _as_stored(merge(outs), (call.func, *call.args, *call.kwargs.values()))
+    given = dict(zip(map(id, wide), arrays, strict=True))
+    pairs = zip(outs, dtypes, losses, strict=True)
+    return merge(
+        [
+            given.get(id(x), x)
+            if dtype is None or is_loss or id(x) in given
+            else convert_dtype(x, dtype)
+            for x, dtype, is_loss in pairs
+        ]
+    )
+
+
+def _widened(
+    visitor: Transformation,
+    arrays: Sequence[PyTree],
+    low: Sequence[int],
+    chosen: set[int],
+    roles: Roles,
+) -> list[PyTree]:
+    """Returns arrays, of which those of 16 bits that are chosen are widened to f32."""
+    wide, visitor.stored = list(arrays), {}
+    is_reported = current_recording() is not None  # without what warns of derivatives
+    for i in low:
+        x, (name, is_param) = arrays[i], roles.named[i]
+        if i in chosen:
+            # The gradient of an f16 parameter is rounded to f16, whatever computes it.
+            is_f16 = x.dtype == np.float16 and not is_reported
+            stored = warn_if_unscaled(x) if is_f16 else x
+            wide[i] = convert_dtype(stored, F32)
+            visitor.stored[id(wide[i])] = wide[i], stored
+        elif roles.guess and not (is_param or is_reported):
+            wide[i] = _heard(x, str(name))
+    return wide
 
 
 def _trace(
-    visitor: Transformation,
     flat: Callable[..., PyTree],
     arrays: Sequence[PyTree],
-    named: Sequence[Named],
-) -> tuple[tuple[Any, Sequence[PyTree]], set[int]]:
-    """Traces a function; parameters of 16 bits as if they were f32, where `amp` asks.
+    low: Sequence[int],
+    roles: Roles,
+) -> tuple[tuple[Any, Sequence[PyTree]], set[int], list[PyTree]]:
+    """Traces a function; 16-bit parameters as if they were f32.
 
-    Such a parameter is storage. A function that multiplies it with 16-bit inputs may insist
-    on equal dtypes: then inputs are read as f32, too. If it casts by itself to what it takes
-    for the dtype of its parameters, everything is left as it is written.
+    Returns the jaxpr, which arrays it takes in f32, and the dtypes of the results as the
+    function is written.
+
+    Such a parameter is storage, and so is what is differentiated: a gradient adds up in f32.
+    A function that multiplies it with 16-bit inputs may insist on equal dtypes: then inputs
+    are read as f32, too. If it casts by itself to what it takes for the dtype of its
+    parameters, everything is left as it is written.
     """
-    low = [i for i, x in enumerate(arrays) if is_low(x) and visitor.widens_params]
-    params = [i for i in low if named[i][1]]
-    choices = [params, low] if params and len(low) > len(params) else [params]
-    refused: Exception | None = None
-    for chosen in choices if params else ():
+    is_owner = any([is_param for _, is_param in roles.named])
+    chosen = [i for i in low if roles.named[i][1] or roles.asked[i] or not is_owner]
+    written, refused = _attempt(flat, arrays) if chosen else (None, None)
+    for positions in [chosen, low][: 1 + (chosen != low)] if chosen else ():
         types = [
-            x.update(dtype=F32, weak_type=False) if i in chosen else x
+            x.update(dtype=F32, weak_type=False) if i in positions else x
             for i, x in enumerate(map(jax.typeof, arrays))
         ]
-        try:
-            # Mixed dtypes that were equal in the user's program must not be refused.
-            with jax.numpy_dtype_promotion("standard"):
-                return open_jaxpr(jax.make_jaxpr(flat)(*types)), set(chosen)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        found, error = _attempt(flat, types)
+        if found is None:
             refused = error
-    if refused is not None:
+            continue
+        outs = found[0].outvars
+        if written is None:  # A convolution may need equal dtypes, which it has in f32.
+            given = dict(zip(found[0].invars, dtypes_of(arrays), strict=True))
+            dtypes = [None if isinstance(x, Literal) else given.get(x) for x in outs]
+            return found, {*positions}, dtypes
+        before = written[0].outvars
+        if [x.aval.shape for x in outs] == [x.aval.shape for x in before]:
+            return found, {*positions}, [*dtypes_of([x.aval for x in before])]
+        refused = refused or ValueError("It returns arrays of other shapes.")
+    body = open_jaxpr(jax.make_jaxpr(flat)(*arrays))
+    if chosen:
+        reason = (str(refused).strip() or type(refused).__name__).splitlines()[0]
         warn(
             "A function under `amp` has parameters of 16 bits, which `amp` reads as f32, "
             "but it needs 16 bits itself, as by casts of its own. It runs as it is "
-            f"written, in 16 bits throughout: {str(refused).strip().splitlines()[0]} "
+            f"written, in 16 bits throughout: {reason} "
             "Remove the casts, or cast to the dtype of the parameters."
         )
-    return open_jaxpr(jax.make_jaxpr(flat)(*arrays)), set()
+    return body, set(), [None] * len(body[0].outvars)
 
 
-def _as_stored(result: PyTree, given: Sequence[PyTree]) -> PyTree:
-    """Casts what has the structure of 16-bit parameters, as gradients, to their dtypes."""
-
-    def is_alike(node: PyTree) -> bool:
-        return _kind(node) == kind
-
-    def restored(node: PyTree) -> PyTree:
-        return jax.tree.map(_cast_like, node, tree) if is_alike(node) else node
-
-    for tree in given:
-        kind = _kind(tree)
-        if any(map(is_low, jax.tree.leaves(tree))) and not is_low(tree):
-            result = jax.tree.map(restored, result, is_leaf=is_alike)
-    return result
+def _attempt(
+    flat: Callable[..., PyTree], types: Sequence[PyTree]
+) -> tuple[Any, Exception | None]:
+    """Traces a function; returns its open jaxpr, or `None` and what it raised."""
+    try:
+        # Mixed dtypes that were equal in the user's program must not be refused.
+        with jax.numpy_dtype_promotion("standard"):
+            return open_jaxpr(jax.make_jaxpr(flat)(*types)), None
+    except Exception as error:
+        return None, error
 
 
-def _kind(tree: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """Returns the structure of a tree, and the shapes of its arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [getattr(x, "shape", None) for x in leaves]
+def _are_losses(result: PyTree) -> list[bool]:
+    """Returns which arrays of a result are scalars by themselves or in a tuple.
+
+    A loss stays f32 in a function of 16-bit parameters, which would return it in 16 bits.
+    """
+    return [
+        leaf.shape == () and all(isinstance(x, SequenceKey) for x in path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(result)
+        if is_array(leaf)
+    ]
 
 
-def _cast_like(new: PyTree, old: PyTree) -> PyTree:
-    is_cast = is_floating(new) and is_floating(old)
-    return convert_dtype(new, old.dtype) if is_cast else new
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _heard(x: PyTree, name: str) -> PyTree:
+    """Returns a 16-bit array that is taken for an input; warns if it is differentiated."""
+    return x
+
+
+@_heard.defjvp
+def _(
+    name: str, primals: tuple[PyTree], tangents: tuple[PyTree]
+) -> tuple[PyTree, PyTree]:
+    warn(
+        f"`{name}`, of 16 bits, is differentiated, but `amp` could not see that, since "
+        "`jax.jit` or another transformation lies between, and took other arguments for the "
+        "parameters. Its gradient adds up in 16 bits. Name it: `amp(..., params=...)`; or "
+        "put `jax.jit` around the gradient."
+    )
+    return _heard(*primals, name), tangents[0]
 
 
 def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
@@ -326,7 +388,8 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     ]
     jaxpr, consts, arrays, *_ = traced
     dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
-    given = jaxpr, consts, arrays, facts, ambient_scopes()
+    scopes = tuple(x for x in scopes_around() if x != AMP_SCOPE)  # its own
+    given = jaxpr, consts, arrays, facts, scopes
     form: str | None = getattr(visitor, "residuals", None)
     if form is None:
         return as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)
@@ -336,89 +399,7 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     pairs = zip(arrays, traced.named, strict=True)
     params = [x for x, (_, is_param) in pairs if is_param]
     run = lambda: as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)  # noqa: E731
-    return run_coded(run, params, form)
-
-
-def parse_params(params: Any) -> tuple[int | str, ...] | None:
-    """Returns what a user may pass for `params`: a position, a name, or several."""
-    if params is None:
-        return None
-    single = isinstance(params, str) or not isinstance(params, Iterable)
-    found = (params,) if single else tuple(params)
-    try:
-        return tuple(x if isinstance(x, str) else as_count(x, "params") for x in found)
-    except TypeError as error:
-        raise TypeError(
-            "`params` must be the position or the name of the argument that holds the "
-            f"parameters, or several, but {params!r} was given."
-        ) from error
-
-
-def param_arguments(
-    names: Sequence[str], given: Sequence[str], params: tuple[int | str, ...]
-) -> list[str]:
-    """Returns the names of the arguments that the user says hold parameters."""
-    found = []
-    for param in params:
-        if isinstance(param, int):
-            is_given = -len(names) <= param < len(names)
-            param = names[param] if is_given else f"argument {param}"
-        if param not in given:
-            raise ValueError(
-                f"`params` names `{param}`, but the function was called with {[*given]}. "
-                "Pass the position or the name of the argument that holds the parameters."
-            )
-        found.append(param)
-    return found
-
-
-def _names_and_params(visitor: Transformation, call: _Call) -> list[Named]:
-    """Returns the names of the arrays of a call, and which of them are parameters.
-
-    Without a choice of the user's these are the arrays that the function itself holds;
-    else the first argument that is a container, and the other parts of a partitioned model.
-    An array by itself may be an input.
-    """
-    func, args, kwargs = call
-    names = argument_names(func, len(args))
-    trees = [*zip(names, args, strict=True), *sorted(kwargs.items())]
-    if not isinstance(func, types.FunctionType):
-        trees.insert(0, ("", func))
-    named = [
-        name
-        for argument, tree in trees
-        for name, leaf in flatten_with_names(tree, argument)[0]
-        if is_array(leaf)
-    ]
-    given = dict(trees)
-    if visitor.params is not None:
-        params = param_arguments(names, [*names, *kwargs], visitor.params)
-    elif any([not name.argument for name in named]):
-        params = []
-    else:
-        params = [name.argument for name in named if name.path]
-        if kwargs:
-            order = argument_names(func, len(args) + len(kwargs))
-            place = {name: i for i, name in enumerate([*order, *sorted(kwargs)][::-1])}
-            params.sort(key=lambda x: -place[x])
-        params = (params or (names if visitor.takes_bare_params else []))[:1]
-        params += [
-            x for x, tree in trees if params and completes(tree, given[params[0]])
-        ]
-    held = ("", *params)
-    return [(name, name.argument in held and not is_state(name)) for name in named]
-
-
-def completes(tree: PyTree, other: PyTree) -> bool:
-    """Returns whether two trees are parts of one, as those of `eqx.partition`."""
-    if is_array(tree) or is_array(other):
-        return False
-    one, two = (jax.tree.flatten(x, is_leaf=lambda x: x is None) for x in (tree, other))
-    if one[1] != two[1]:
-        return False
-    pairs = [*zip(one[0], two[0], strict=True)]
-    is_part = all(x is None or y is None for x, y in pairs)
-    return is_part and all(any(is_array(x[i]) for x in pairs) for i in (0, 1))
+    return run_coded(run, params, form, visitor.keeps)
 
 
 def _call_with_nnx(
@@ -426,12 +407,17 @@ def _call_with_nnx(
     names: list[str],
     plain: dict[str, PyTree],
     objects: dict[LeafName, Any],
+    held: frozenset[str],
 ) -> PyTree:
     """Calls a function of NNX objects as a pure one and writes their state back.
 
     `plain` holds the function and all arguments, with slots for the objects.
     """
     split = _nnx.split(objects, {})
+    given = [*names, *(x for x in plain if x not in (_FUNC, *names))]
+    chosen = {_FUNC, *held}
+    if visitor.params is not None:
+        chosen.update(param_arguments(names, given, visitor.params))
 
     def pure(state: PyTree, plain: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
         merged = _nnx.merge(split._replace(rest=state))
@@ -444,28 +430,26 @@ def _call_with_nnx(
         "/".join(map(str, path)): name
         for path, name in _nnx.variable_names(objects).items()
     }
-    chosen = None
-    if visitor.params is not None:
-        given = [*names, *(x for x in plain if x not in (_FUNC, *names))]
-        chosen = param_arguments(names, given, visitor.params)
 
-    def describe(name: LeafName, is_param: bool) -> Named:
+    def describe(name: LeafName, is_asked: bool) -> Named:
+        is_param = is_asked
         if name.argument == "state":
-            name = variables[name.path.removesuffix("/value")]
-            is_param = not is_state(name)
+            starts = itertools.accumulate(name.path.split("/"), "{}/{}".format)
+            found = next(path for path in starts if path in variables)
+            inside = name.path.removeprefix(found).split("/")[2:]  # after `value`
+            name = variables[found].inside(inside, ())
+            is_param = True
         else:
             argument, _, path = name.path.partition("/")
-            name, is_param = LeafName(path, name.types[1:], argument), False
-        if chosen is not None:
-            is_held = name.argument in (*chosen, _FUNC)
-            is_param = is_held and not is_state(name)
+            name = LeafName(path, name.types[1:], argument)
+        is_held = name.argument in chosen
+        if visitor.params is not None or is_held:
+            is_param = is_held
         if name.argument == _FUNC:
             name = LeafName(name.path, name.types)
-        return name, is_param
+        return name, is_param and not is_state(name)
 
     out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
-    # A parameter that the function changes in place keeps its dtype.
-    state = jax.tree.map(_cast_like, state, split.rest)
     _nnx.update(objects, state, before=split.rest)
     return out
 

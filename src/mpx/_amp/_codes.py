@@ -18,7 +18,7 @@ FORMS: dict[str, tuple[type, float, float]] = {
     "e4m3": (jnp.float8_e4m3fn, FORMATS["e4m3"].max, FORMATS["e4m3"].smallest),
     "int8": (jnp.int8, 127.0, 1.0),
 }
-_BLOCK = 32
+BLOCK = 32
 LEAST = 4096  # Smaller arrays are kept as they are.
 
 
@@ -42,8 +42,9 @@ def encode(
     """
     dtype, largest, smallest = FORMS[form]
     peak = peaks(x) if peak is None else peak
-    inverse = 1 / jnp.maximum(peak, FORMATS["f32"].tiny)
-    numbers = x.astype(jnp.float32) * _repeat(inverse, jax.typeof(x)) * largest
+    # Four times the inverse, which of the largest numbers is too small for a normal number.
+    inverse = 4 / jnp.maximum(peak, 2 * FORMATS["f32"].tiny)
+    numbers = x.astype(jnp.float32) * _repeat(inverse, jax.typeof(x)) * (largest / 4)
     if keeps_signs:
         # A `select` would need constants of the shape of `x`, which a scan takes as arrays.
         numbers = jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)
@@ -58,9 +59,9 @@ def peaks(x: Array) -> Array:
     """Returns the largest magnitude of each block, in f32."""
     axis = axis_of(jax.typeof(x))
     padding = [(0, 0, 0)] * x.ndim
-    padding[axis] = (0, -x.shape[axis] % _BLOCK, 0)
+    padding[axis] = (0, -x.shape[axis] % BLOCK, 0)
     blocks = lax.pad(jnp.abs(x.astype(jnp.float32)), np.float32(0), padding)
-    blocks = blocks.reshape(*x.shape[:axis], -1, _BLOCK, *x.shape[axis + 1 :])
+    blocks = blocks.reshape(*x.shape[:axis], -1, BLOCK, *x.shape[axis + 1 :])
     return jnp.max(blocks, axis=axis + 1)
 
 
@@ -79,13 +80,15 @@ def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
 def can_code(aval: Aval) -> bool:
     """Returns whether 8 bits are possible and save a quarter at least."""
     dtype = getattr(aval, "dtype", None)
-    if dtype not in (F32, *LOW_DTYPES) or aval.size < LEAST:
+    if dtype not in (F32, *LOW_DTYPES) or not isinstance(aval.size, int):
+        return False  # An exported function may have sizes that are symbols.
+    if aval.size < LEAST:
         return False
     axis, each = axis_of(aval), aval.dtype.itemsize
     if _is_sharded(aval, axis):
         return False
     count = aval.shape[axis]
-    size = aval.size + each * aval.size // count * -(-count // _BLOCK)
+    size = aval.size + each * aval.size // count * -(-count // BLOCK)
     return 4 * size <= 3 * aval.size * each
 
 
@@ -100,8 +103,8 @@ def axis_of(aval: Aval) -> int:
     shape = aval.shape
     after = [math.prod(shape[axis + 1 :]) for axis in range(aval.ndim)]
     free = [axis for axis in reversed(range(aval.ndim)) if not _is_sharded(aval, axis)]
-    free.sort(key=lambda axis: after[axis] > 1 and after[axis] % _BLOCK > 0)
-    for length in (_BLOCK * jax.device_count(), _BLOCK):
+    free.sort(key=lambda axis: after[axis] > 1 and after[axis] % BLOCK > 0)
+    for length in (BLOCK * jax.device_count(), BLOCK):
         for axis in free:
             if shape[axis] % length == 0:
                 return axis
@@ -115,5 +118,5 @@ def _is_sharded(aval: Aval, axis: int) -> bool:
 def _repeat(blocks: Array, aval: Aval) -> Array:
     """Returns numbers of blocks for each number, so that XLA fuses with what reads these."""
     axis = axis_of(aval)
-    each = jnp.repeat(blocks, _BLOCK, axis)
+    each = jnp.repeat(blocks, BLOCK, axis)
     return lax.slice_in_dim(each, 0, aval.shape[axis], axis=axis)

@@ -5,31 +5,51 @@ and the rules, and on nothing else.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from mpx._amp._facts import F32, LOW_DTYPES, Settings, Source, is_eligible
-from mpx._amp._rules import LOW_NAME, PRIMITIVES, REASONS, Rule, RuleLike
-from mpx._jax._compat import HAS_MOSAIC, default_matmul_precision, has_explicit_axes
+from mpx._amp._rules import (
+    LOW_NAME,
+    PRIMITIVES,
+    REASONS,
+    ROWS,
+    Rule,
+    RuleLike,
+    rule_for,
+)
+from mpx._jax._compat import (
+    HAS_MOSAIC,
+    asked_precisions,
+    default_matmul_precision,
+    has_explicit_axes,
+)
 from mpx._jax._devices import cuda_capability, gpu_capability
 from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops._experts._plain import FORMS, Kind
 from mpx._program import HANDLERS
-from mpx._program._interpreter import Op
+from mpx._program._interpreter import Op, Scopes
 from mpx._program._queries import (
     ATTENTION,
+    CALLS,
     CROSS_ENTROPY,
     MATMULS,
     Equation,
+    Position,
     holds,
     matmul_sizes,
+    walk_inside,
 )
 
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
+Place = Literal["inside", "stored", "alone", "matmul"]
+"""How an equation takes part in regions; see the table of rules."""
+_RULED = (*CALLS, "custom_jvp_call", "custom_vjp_call")
+_MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY))
 _OPAQUE = (
     "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "
     "written. Call what is inside without it, or report this."
@@ -46,6 +66,83 @@ class Choice(NamedTuple):
 
 Region = tuple[RuleLike, str] | None
 """The rule of a scope or function around an equation, and the reason."""
+
+
+def place_of(amp: Settings, eqn: Equation, scopes: Scopes) -> Place:
+    """Returns how an equation takes part in regions."""
+    name = eqn.primitive.name
+    if name in MATMULS:
+        return "matmul"
+    if name in HANDLERS:
+        if has_work(amp, eqn, scopes):
+            return "stored"
+        is_plain = name in _RULED and not eqn.effects
+        inner = (x.eqn for x in walk_inside(Position(eqn)) if is_plain)
+        is_inside = is_plain and all(_may_be_inside(x) for x in inner)
+        return "inside" if is_inside else "alone"
+    if name in _MULTIPLIES:
+        return "stored"
+    rule = user_rule(amp, eqn, scopes)
+    if rule is not None:
+        return "alone" if rule in (Rule.F32, Rule.ORIGINAL) else "stored"
+    if name == "convert_element_type":
+        return "inside"
+    if eqn.effects or name not in ROWS:
+        return "alone"
+    if name == "psum" and table_rule(amp, eqn) == Rule.F32:
+        return "alone"
+    return ROWS[name].place
+
+
+def _may_be_inside(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    is_known = name == "convert_element_type" or name in _RULED
+    return is_known or (name in ROWS and ROWS[name].place == "inside")
+
+
+def user_rule(amp: Settings, eqn: Equation, scopes: Scopes) -> Any:
+    """Returns the rule that a user gave to an equation that is no matmul, if any."""
+    if amp.rules.scopes or amp.rules.functions or scopes:
+        region = amp.region_rule(eqn, scopes)
+        if region is not None:
+            return region[0]
+    name = eqn.primitive.name
+    if amp.rules.base == "original" or name in amp.rules.primitives:
+        return amp.rule(name, eqn.params, [])[0]
+    return None
+
+
+def has_work(amp: Settings, eqn: Equation, scopes: Scopes) -> bool:
+    """Returns whether a body holds a matmul, a mark, or what a user gave a rule to."""
+    key = id(eqn), scopes
+    if key not in amp.works:
+        around = Position(eqn, scopes)
+        if amp.rules.is_plain and not (amp.rules.keep or scopes):
+            found = any(_is_work(x.eqn) for x in walk_inside(around))
+        else:
+            inner = amp.scopes_inside(eqn, scopes)
+            found = amp.region_rule(eqn, scopes) is not None or any(
+                _is_work(x.eqn) or user_rule(amp, x.eqn, x.scopes) is not None
+                for x in walk_inside(around._replace(scopes=inner))
+            )
+        amp.works[key] = eqn, found
+    return amp.works[key][1]
+
+
+def _is_work(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    return name in _MULTIPLIES or eqn.params.get("name") == LOW_NAME
+
+
+def table_rule(amp: Settings, eqn: Equation) -> Rule:
+    """Returns the rule of an equation's primitive under the default policy."""
+    is_f16 = amp.dtype == np.float16
+    return rule_for(_ruled(amp, eqn), eqn.params, compute_is_f16=is_f16)
+
+
+def _ruled(amp: Settings, eqn: Equation) -> str:
+    """Returns the primitive by whose rule an equation runs."""
+    return "square" if _is_square(amp, eqn) else eqn.primitive.name
 
 
 def decide(amp: Settings, op: Op) -> Choice:
@@ -69,20 +166,36 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
         if is_low_ragged(op.eqn):
             return Choice("ragged as written", Rule.LOW, describe_ragged(op.eqn))
         return Choice("as written")
-    ruled = "square" if _is_square(amp, op.eqn) else name
-    rule, reason = region or amp.rule(ruled, op.eqn.params, op.facts)
+    rule, reason = region or amp.rule(_ruled(amp, op.eqn), op.eqn.params, op.facts)
     if region and rule in _MAY_BE_LOW and PRIMITIVES.get(name) == Rule.ORIGINAL:
         # A scatter or a solver has no version in the compute dtype.
         rule, reason = Rule.ORIGINAL, REASONS[name]
     if callable(rule) and not isinstance(rule, str):
         return Choice("user", rule, getattr(rule, "__name__", "custom"))
     rule = Rule(rule)
-    if name not in MATMULS or rule != Rule.LOW:
-        return Choice(rule, rule, reason)
-    kept = reason_against(op.eqn, op.facts)
-    if kept is not None:
+    is_free = region is None and name not in amp.rules.primitives
+    if name in MATMULS:
+        return _matmul(amp, op, rule, reason, is_free)
+    is_alone = is_free and name in ROWS and ROWS[name].place == "alone"
+    return Choice(Rule.ORIGINAL if is_alone else rule, rule, reason)
+
+
+def _matmul(amp: Settings, op: Op, rule: Rule, reason: str, is_free: bool) -> Choice:
+    """Decides about a matmul; `is_free` says that no rule of the user's is about it."""
+    if rule != Rule.LOW:
+        return Choice("original" if rule == Rule.F32 else rule, rule, reason)
+    kept = _reason_as_asked(op.eqn) or (is_free and _reason_for_f32(amp, op))
+    if kept:
         return Choice("original", rule, kept)
-    return Choice("matmul", rule, describe_ragged(op.eqn) if name in RAGGED else reason)
+    is_ragged = op.eqn.primitive.name in RAGGED
+    return Choice("matmul", rule, describe_ragged(op.eqn) if is_ragged else reason)
+
+
+def stays_f32(amp: Settings, op: Op, choice: Choice) -> bool:
+    """Returns whether results are f32 because that was asked for, or decided."""
+    if op.eqn.primitive.name in MATMULS:
+        return choice.how != "matmul"
+    return user_rule(amp, op.eqn, op.scopes) in (Rule.F32, Rule.ORIGINAL)
 
 
 def _is_square(amp: Settings, eqn: Equation) -> bool:
@@ -116,8 +229,12 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
     if rule != Rule.LOW:
         rule = rule if isinstance(rule, str) else Rule.ORIGINAL
         return Choice("original", rule, reason)
-    if head.precision in _HIGHEST and not highest_is_the_default():
-        return Choice("original", rule, HIGHEST)
+    is_default = (
+        head.precision == default_matmul_precision() or highest_is_the_default()
+    )
+    if head.precision in (*_HIGHEST, "high", "tensorfloat32") and not is_default:
+        reason = f"{PRECISION}{head.precision.upper()} was asked for"
+        return Choice("original", rule, reason)
     return Choice("cross entropy", rule, reason)
 
 
@@ -125,7 +242,12 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
     # An `amp` inside this one has been here.
     **dict.fromkeys(ATTENTION, lambda *_: Choice("original")),
     **dict.fromkeys(CROSS_ENTROPY, _decide_cross_entropy),
-    **dict.fromkeys(HANDLERS, lambda *_: Choice("body")),
+    **dict.fromkeys(
+        HANDLERS,
+        lambda amp, op, _: Choice(
+            "body" if has_work(amp, op.eqn, op.scopes) else "original"
+        ),
+    ),
     "convert_element_type": lambda *_: Choice("convert"),
     "name": _decide_name,
 }
@@ -133,7 +255,7 @@ _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
 
 def reason_against(eqn: Equation, facts: Sequence[Source] = ()) -> str | None:
     """Returns why a matmul runs as written though its rule is `low`, if it does."""
-    return _reason_as_asked(eqn) or _reason_for_f32(eqn, facts)
+    return _reason_as_asked(eqn) or _reason_by_size(eqn, facts)
 
 
 def _reason_as_asked(eqn: Equation) -> str | None:
@@ -146,17 +268,16 @@ def _reason_as_asked(eqn: Equation) -> str | None:
     wanted = eqn.params.get("preferred_element_type")
     if wanted is not None and np.dtype(wanted) != F32:
         return f"its result was asked for in {np.dtype(wanted).name}"
-    asked = eqn.params.get("precision")
-    asked = asked if isinstance(asked, tuple) else (asked,)
-    if lax.Precision.HIGHEST in asked and not highest_is_the_default():
-        return HIGHEST
-    for item in asked:
+    for item in asked_precisions(eqn):
+        if item in (lax.Precision.HIGHEST, lax.Precision.HIGH):
+            return f"{PRECISION}{item.name} was asked for"
         if isinstance(item, lax.DotAlgorithm | lax.DotAlgorithmPreset):
             return f"the algorithm {item} was asked for"
     return None
 
 
-HIGHEST = "precision=HIGHEST was asked for"
+_FEW = 4
+PRECISION = "precision="
 _HIGHEST = ("highest", "float32")
 
 
@@ -165,7 +286,18 @@ def highest_is_the_default() -> bool:
     return default_matmul_precision() in _HIGHEST
 
 
-def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
+ALGEBRA = "its result reaches {name}, which 16 bits may make singular"
+
+
+def _reason_for_f32(amp: Settings, op: Op) -> str | None:
+    """Returns why a matmul is better left in f32, if it is."""
+    reached = amp.frame.layout.reached.get(op.eqn.outvars[0])
+    if reached is not None:
+        return ALGEBRA.format(name=reached.name)
+    return _reason_by_size(op.eqn, op.facts)
+
+
+def _reason_by_size(eqn: Equation, facts: Sequence[Source]) -> str | None:
     """Returns why 16 bits cost a matmul accuracy and gain it no time, if they do.
 
     Without a sum, as in the angles of rotary embeddings, no matrix unit has anything to add
@@ -175,9 +307,9 @@ def _reason_for_f32(eqn: Equation, facts: Sequence[Source]) -> str | None:
     if facts and all([x.is_count for x in facts[:2]]):
         return "a product of masks counts, and 16 bits round numbers above 256"
     summed, free = matmul_sizes(eqn)
-    # A size that is a symbol counts as larger than 1.
-    if isinstance(summed, int) and summed <= 1:
-        return "a product without a sum gains nothing in 16 bits"
+    # A size that is a symbol counts as large.
+    if isinstance(summed, int) and summed <= _FEW:
+        return "a sum of at most 4 products gains nothing in 16 bits"
     has_vector = any([isinstance(size, int) and size <= 1 for size in free])
     if eqn.primitive.name != "dot_general" or not has_vector:
         return None

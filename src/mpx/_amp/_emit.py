@@ -12,7 +12,7 @@ and their result is rounded after: see `SUMMED`.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._chains import CURVED, run_chain
+from mpx._amp._algebra import Reached, reach, reached_inside
 from mpx._amp._decide import (
-    HIGHEST,
+    PRECISION,
     RAGGED,
     Choice,
     can_fuse,
@@ -30,40 +30,39 @@ from mpx._amp._decide import (
     highest_is_the_default,
     kind_of,
     no_grouped_kernel,
-    reason_against,
+    stays_f32,
 )
 from mpx._amp._facts import (
     F32,
+    Held,
     Settings,
     Source,
     cast,
     changed,
-    follow,
     is_eligible,
     is_low,
-    saturate,
 )
 from mpx._amp._hints import (
     exchanged,
-    in_order_back,
-    is_spread,
-    mean_apart,
     outputs_first,
 )
-from mpx._amp._rules import (
-    BROADCASTING,
-    COMPARED,
-    LINEAR,
-    LOW_NAME,
-    PRIMITIVES,
-    SUMMED,
-    Rule,
-    as_compute_dtype,
+from mpx._amp._regions import (
+    Facts,
+    Layout,
+    Region,
+    again,
+    facts_after,
+    held_in,
+    in_f32,
+    keeps_nothing,
+    run_part,
 )
-from mpx._amp._sums import only_summed, run_sum
-from mpx._casting._context import COMPUTE, Reduce, amp_reduce, in_gradient_function
+from mpx._amp._rules import (
+    PRIMITIVES,
+    Rule,
+)
+from mpx._casting._context import COMPUTE, in_gradient_function
 from mpx._jax._compat import (
-    INLINE,
     Literal,
     bind,
     eval_equation,
@@ -71,10 +70,12 @@ from mpx._jax._compat import (
     scan_sizes,
     source_frames,
 )
-from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
+from mpx._program._bodies import scan_facts
+from mpx._program._flow import loop_carry
 from mpx._program._interpreter import (
+    Frame,
     Jaxpr,
     Op,
     Outcome,
@@ -88,14 +89,11 @@ from mpx._program._interpreter import (
     types_of,
 )
 from mpx._program._queries import (
-    ATTENTION,
     CALLS,
-    CROSS_ENTROPY,
     MATMULS,
     SHAPE_ONLY,
     Equation,
     Verdict,
-    equations,
     every_use,
     readers,
 )
@@ -117,9 +115,12 @@ class Autocast(Settings):
 
     def finish(self, outs: Values) -> Values:
         """Warns of what was asked for and not done; f16 results warn if differentiated."""
+        # Derivative rules, which JAX keeps, refer to the visitor, and equations to arrays.
+        self.works.clear()
+        self.parts.clear()
         if "low" in self.found and highest_is_the_default():
             warn(_HIGHEST_BY_DEFAULT)
-        if "highest" in self.found and "low" not in self.found:
+        if "highest" in self.found and self.found.isdisjoint(("low", "")):
             warn(_ALL_HIGHEST)
         if self.dtype != np.float16 or in_gradient_function.value:
             return outs
@@ -140,44 +141,108 @@ class Autocast(Settings):
 
         return plan_for(self, jaxpr, consts, facts, scopes)
 
+    @functools.cached_property
+    def flow(self) -> Facts:
+        """Follows what is known of values through what is not visited."""
+        return Facts(self)
+
+    def read(self, atom: Any) -> tuple[Any, Source]:
+        value, fact = super().read(atom)
+        return value, fact._replace(held=held_in(value, atom.aval, fact))
+
+    def carried_facts(self, eqn: Equation, facts: Values) -> Values:
+        # A carry is f32: it may be an accumulator.
+        carry, _ = loop_carry(eqn)
+        return [*map(in_f32, self.flow.inside_loop(eqn, facts)[carry])]
+
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: object) -> Iterator[None]:
-        outer = self.in_loop, self.caller
+        outer = self.in_loop, self.caller, self.may_round, self.wanted
         self.in_loop |= eqn.primitive.name == "scan"
+        self.may_round, self.wanted = self._may_round(eqn), self._wanted(eqn)
         if self.decisions is not None and source_frames(eqn):
             self.caller = eqn
         try:
             yield
         finally:
-            self.in_loop, self.caller = outer
+            self.in_loop, self.caller, self.may_round, self.wanted = outer
 
-    def cache_key(self, more: object) -> tuple[PyTree, ...]:
-        return (self.in_loop,)
+    def _may_round(self, eqn: Equation) -> bool | tuple[bool, ...]:
+        """Returns which results of a body may be rounded to be returned.
+
+        Not a carry, and not what only its neighbours behind the call read in f32.
+        """
+        name = eqn.primitive.name
+        if name == "scan" and not self.narrow_carry:
+            carry = scan_sizes(eqn.params)[1]
+            return (False,) * carry + (True,) * (len(eqn.outvars) - carry)
+        if name == "while":
+            return self.narrow_carry
+        if name in (*CALLS, "cond", "shard_map"):
+            return tuple(map(self.frame.layout.is_stored, eqn.outvars))
+        return True
+
+    def cache_key(self, eqn: Equation, more: object) -> tuple[PyTree, ...]:
+        return self.in_loop, self._may_round(eqn), self._wanted(eqn)
+
+    def _wanted(self, eqn: Equation) -> tuple[Reached | None, ...]:
+        """Returns which linear algebra the results of a body reach."""
+        layout = self.frame.layout
+        if layout is None or not layout.reached:
+            return ()
+        return reached_inside(eqn, [layout.reached.get(x) for x in eqn.outvars])
+
+    def run_equations(self, scopes: Scopes) -> None:
+        """Runs borders in the order of the program, and a region where its result is read."""
+        frame, may_round = self.frame, self.may_round
+        if not isinstance(may_round, tuple):
+            may_round = (may_round,) * len(frame.jaxpr.outvars)
+        layout = frame.layout = Layout(self, frame.jaxpr, scopes, frame.plan, may_round)
+        layout.reached = reach(frame.jaxpr, self.wanted)
+
+        def need(atoms: Iterable[Any]) -> None:
+            for atom in atoms:
+                if not isinstance(atom, Literal) and atom not in frame.env:
+                    run(layout.maker[atom])
+
+        def run(index: int) -> None:
+            members = layout.regions.get(index, [index])
+            if members[0] in layout.done:
+                return
+            layout.done.add(members[0])
+            if index in layout.earlier:
+                run(layout.earlier[index])
+            inside = {var for i in members for var in frame.jaxpr.eqns[i].outvars}
+            for i in members:
+                need(x for x in layout.atoms(i) if x not in inside)
+            if index in layout.regions:
+                run_part(self, layout, members)
+            else:
+                self.run_equation(index, scopes)
+
+        for index, place in layout.places.items():
+            if place != "inside":
+                run(index)
+        need(frame.jaxpr.outvars)
 
     def emit(self, op: Op, choice: Choice) -> Values | Outcome:
         """Runs an equation as it was decided."""
-        if choice.how in (Rule.WIDEST, Rule.FOLLOW):
-            op, outs = run_sum(self, op)
-            if outs is not None:
-                return outs
         return _EMITTERS[choice.how](self, op, choice.rule)
 
     def equation(self, op: Op) -> Outcome:
         """Decides how an equation runs, runs it so, and follows what is known."""
-        # Equations that are run out of turn, for recognised ones, are in no chain.
-        in_turn = self.is_plain and self.frame.eqn is op.eqn
-        has_chains = in_turn and not CURVED.isdisjoint(self.frame.primitives)
-        if has_chains and (found := run_chain(self, op)) is not None:
-            choice, result = found
-        else:
-            choice = decide(self, op)
-            result = self.emit(op, choice)
+        choice = decide(self, op)
+        result = self.emit(op, choice)
         is_told = isinstance(result, tuple)
-        outs, known = result if is_told else (result, follow(op.eqn, op.facts))
-        outs = mean_apart(self.frame, op.eqn, outs)
+        outs, known = result if is_told else (result, self.flow.after(op.eqn, op.facts))
+        if stays_f32(self, op, choice):
+            known = [*map(in_f32, known)]
         if choice.rule == Rule.LOW and op.eqn.primitive.name in MATMULS:
             # For the warnings of `finish`.
-            is_low, is_kept = choice.how == "matmul", choice.reason == HIGHEST
+            is_low, is_kept = (
+                choice.how == "matmul",
+                choice.reason.startswith(PRECISION),
+            )
             self.found.add("low" if is_low else "highest" if is_kept else "")
         if self.decisions is not None and choice.rule is not None:
             is_user = choice.how == "user"
@@ -192,51 +257,12 @@ class Autocast(Settings):
         return outs, known
 
 
-def autocast_for(dtype: np.dtype | None, reduce: Reduce, **options: Any) -> Autocast:
-    """Returns the visitor for one call, by what is set around it."""
-    chosen = as_compute_dtype(dtype)
-    return Autocast(dtype=chosen, reduce=amp_reduce(reduce), **options)
-
-
 # --- Single equations -----------------------------------------------------------------
 
 
 def _as_written(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs an equation without f32 operands."""
-    if any(map(is_low, op.values)):
-        return _summed_in_f32(amp, op, op.values)
     return eval_equation(op.eqn, op.values)
-
-
-def _summed_in_f32(amp: Settings, op: Op, values: Values) -> Values:
-    """Runs an equation that moves or selects 16-bit numbers; its transpose sums in f32."""
-    eqn, name = op.eqn, op.eqn.primitive.name
-    low = next((x.dtype for x in values if is_low(x)), None)
-    if low is None:
-        return bind(eqn, arrays_of(values))
-    if name in BROADCASTING:
-        shape = tuple(eqn.outvars[0].aval.shape)
-
-        def whole(x: PyTree, fact: Source) -> PyTree:
-            if not is_low(x) or fact.literal is not None or x.shape == shape:
-                return x
-            return cast(jnp.broadcast_to(amp.widen(x), shape), x.dtype)
-
-        values = [whole(*x) for x in zip(values, op.facts, strict=True)]
-    elif _has_sum(eqn) or (name == "pad" and op.facts[1].literal is None):
-        wide = [amp.widen(x) if is_low(x) else x for x in values]
-        return [cast(x, low) if x.dtype == F32 else x for x in bind(eqn, wide)]
-    return bind(eqn, arrays_of(values))
-
-
-def _has_sum(eqn: Equation) -> bool:
-    """Returns whether a number may be used twice; in windows side by side none is."""
-    if eqn.primitive.name not in SUMMED:
-        return False
-    names = ("window_dimensions", "window_dilation", "window_strides")
-    axes = zip(*(eqn.params.get(x, ()) for x in names), strict=True)
-    overlaps = [(size - 1) * dilation >= stride for size, dilation, stride in axes]
-    return any(overlaps) or not overlaps
 
 
 def _original(amp: Settings, op: Op, rule: Any = None) -> Values:
@@ -260,88 +286,31 @@ def _by_user(amp: Settings, op: Op, rule: Any) -> Values:
     return bind(op.eqn, list(args), **params)
 
 
-def _widest(amp: Settings, op: Op, rule: Any = None) -> Values:
-    eqn, facts = op.eqn, op.facts
-    soft = [fact.literal is not None or _is_bias(fact) for fact in facts]
-    dtypes = {
-        value.dtype
-        for var, value, follows in zip(eqn.invars, op.values, soft, strict=True)
-        if is_eligible(var.aval) and not follows
-    }
-    dtype = dtypes.pop() if len(dtypes) == 1 else F32
-    literals = [fact.literal for fact in facts if fact.literal is not None]
-    name = eqn.primitive.name
-    is_rounded = "rounded" in literals and name in COMPARED
-    # A user's rule may have chosen another dtype than that which literals fit.
-    fits = "outside" not in literals if dtype == amp.dtype else not literals
-    # Of a bound, as 0.999 of a clip, 16 bits would make another one, which guards nothing.
-    if dtype == F32 or not fits or is_rounded:
-        return bind(eqn, changed(op, amp.widen))
-    values = [
-        cast(x, dtype) if is_eligible(var.aval) and fact.literal is not None else x
-        for var, x, fact in zip(eqn.invars, op.values, facts, strict=True)
-    ]
-    is_summed = name == "mul" and only_summed(amp.frame, eqn.outvars[0])
-    if is_summed or any(getattr(x, "dtype", None) == F32 for x in values):
-        dtype = F32 if is_summed else dtype
-        # A user's rule may be for a primitive that holds a function: it is not kept.
-        is_known = PRIMITIVES.get(name) == Rule.WIDEST
-        make = _rounded_once if is_known else _rounded_once.__wrapped__
-        may_spread = name in BROADCASTING and cuda_capability() is not None
-        run = make(eqn.primitive, tuple(eqn.params.items()), dtype, may_spread)
-        return list(run(*arrays_of(values)))
-    return _summed_in_f32(amp, op, values)
-
-
-@functools.lru_cache(maxsize=1024)  # JAX linearizes each once for the same types
-def _rounded_once(
-    primitive: Any,
-    params: tuple[tuple[str, Any], ...],
-    dtype: np.dtype,
-    may_spread: bool,
-) -> Callable[..., Values]:
-    """Returns an operation that computes in f32 and rounds once.
-
-    In the backward pass a parameter's gradient is a sum over all examples, also over those
-    of a `jax.vmap` around the call, and that sum is f32.
-    """
+def _in_f32(amp: Settings, op: Op, rule: Any = None) -> Values:
+    """Runs an equation in f32; its results are rounded if its operands were of 16 bits."""
+    known = facts_after(amp, op.eqn, op.facts, rule)
 
     def compute(*values: PyTree) -> Values:
-        wide = [saturate(x, dtype) if x.dtype == F32 else x for x in values]
-        wide = [cast(x, F32) if is_low(x) else x for x in wide]
-        outs = primitive.bind(*wide, **dict(params))
-        outs = outs if primitive.multiple_results else [outs]
-        if may_spread and any(is_spread(x, outs[0].shape) for x in values):
-            outs = [in_order_back(x) for x in outs]
-        return [cast(x, dtype) if x.dtype == F32 else x for x in outs]
+        pairs = zip(bind(op.eqn, [*values]), known, strict=True)
+        return [cast(x, amp.dtype) if y.held == Held.LOW else x for x, y in pairs]
 
-    if primitive.name not in LINEAR:
-        # A product keeps its operands for the backward pass: those of 16 bits.
-        compute = jax.checkpoint(compute, prevent_cse=False)
-    return jax.jit(compute, inline=INLINE)
-
-
-def _is_bias(source: Source) -> bool:
-    """Returns whether an operand is a bias or a scale, which takes the others' dtype.
-
-    Without this each `x @ W + b` would fall back to f32. It is for parameters: masks,
-    targets and coordinates stay f32, since 16 bits would round or overflow them.
-    """
-    if not source.is_param or source.leaf is None:
-        return False
-    sizes = tuple(size for size in source.leaf if size != 1)
-    # Not a mask or bias of attention, which a module may hold.
-    return len(sizes) < 2 or sizes[-1] != sizes[-2]
+    region, eqns = Region(compute, keeps_nothing), amp.frame.jaxpr.eqns
+    inside = [i for i, eqn in enumerate(eqns) if eqn is op.eqn]
+    return again(amp, region, arrays_of(op.values), op.eqn.invars, inside)
 
 
 def _follow(amp: Settings, op: Op, rule: Any = None) -> Values:
-    values = changed(op, as_array)
-    if PRIMITIVES.get(op.eqn.primitive.name) != Rule.FOLLOW:
-        # A user's rule. The table has it only where operands need not agree, as in `sort`.
-        pairs = zip(op.eqn.invars, values, strict=True)
-        if len({x.dtype for var, x in pairs if is_eligible(var.aval)}) > 1:
-            return _widest(amp, op)
-    return _summed_in_f32(amp, op, values)
+    """Runs an equation that moves numbers, in the dtype in which they are stored."""
+    if PRIMITIVES.get(op.eqn.primitive.name) != Rule.FOLLOW or _overlaps(op.eqn):
+        return _in_f32(amp, op, rule)
+    return bind(op.eqn, arrays_of(op.values))
+
+
+def _overlaps(eqn: Equation) -> bool:
+    """Returns whether an equation has windows that share numbers: its transpose sums."""
+    keys = ("window_dimensions", "window_dilation", "window_strides")
+    axes = zip(*(eqn.params.get(key, ()) for key in keys), strict=True)
+    return any((size - 1) * dilation >= stride for size, dilation, stride in axes)
 
 
 def low_operands(
@@ -413,29 +382,9 @@ def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
 # --- Bodies ---------------------------------------------------------------------------
 
 
-def _has_work(jaxpr: Jaxpr) -> bool:
-    """Returns whether a jaxpr holds a matmul or a value of 16 bits, at any depth."""
-    return any(
-        eqn.primitive.name in _MULTIPLIES
-        or eqn.params.get("name") == LOW_NAME
-        or any(is_low(var.aval) for var in eqn.invars)
-        for eqn in equations(jaxpr)
-    )
-
-
-_MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY))
-
-
 def _jit(amp: Autocast, op: Op) -> Outcome:
     eqn, values = op.eqn, arrays_of(op.values)
     body, _ = open_jaxpr(eqn.params["jaxpr"])
-    unchanged = all(
-        not is_eligible(var.aval) or value.dtype == F32
-        for var, value in zip(eqn.invars, values, strict=True)
-    )
-    if unchanged and amp.rules.is_plain and not _has_work(body):
-        # Nothing to do: random number generators, for one, stay the same programs.
-        return eval_equation(eqn, values), amp.facts_of_body(op)
     new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
     # Cast outside, such a value shares its f32 version with the equations there.
     values = [
@@ -468,17 +417,35 @@ def _scan(amp: Autocast, op: Op) -> Outcome:
     values, params = arrays_of(op.values), op.eqn.params
     body, _ = open_jaxpr(params["jaxpr"])
     n_consts, n_carry = scan_sizes(params)
-    for i, var in enumerate(body.invars):
-        if not is_eligible(var.aval):
-            continue
-        if i < n_consts:
-            # The cotangents of a constant add up over the iterations: in f32.
+    start = n_consts + n_carry
+    for i, var in enumerate(body.invars[:n_consts]):
+        # The cotangents of a constant add up over the iterations: in f32.
+        if is_eligible(var.aval):
             values[i] = amp.widen(values[i])
-        elif i >= n_consts + n_carry and _used_only_low(
-            amp, body, var, op.facts[i], op.scopes
-        ):
-            values[i] = _low_stack(amp, op, i)
+    stacks = [
+        i
+        for i, var in enumerate(body.invars[start:], start)
+        if is_eligible(var.aval) and not is_low(values[i])
+    ]
+    if stacks:
+        # What the body casts, if it is given slices in f32, is cast before the loop.
+        types = [var.aval for var in body.invars]
+        new, _ = rewrite(amp, op, params["jaxpr"], types, scan_facts(amp, op))
+        inner, _ = open_jaxpr(new)
+        for i in stacks:
+            if every_use(inner, inner.invars[i], functools.partial(_is_cast, amp)):
+                values[i] = _low_stack(amp, op, i)
     return HANDLERS["scan"](amp, op._replace(values=values))
+
+
+def _is_cast(amp: Autocast, eqn: Equation, position: int, scopes: Scopes) -> Verdict:
+    """Returns whether a use of a value is a cast to the compute dtype."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return eqn.outvars[0].aval.dtype == amp.dtype
+    if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
+        return "result"
+    return "inside" if name in CALLS else False
 
 
 def _low_stack(amp: Autocast, op: Op, position: int) -> PyTree:
@@ -497,27 +464,14 @@ def _low_stack(amp: Autocast, op: Op, position: int) -> PyTree:
     return value if is_f32 else cast(value, amp.dtype)
 
 
-def _used_only_low(
-    amp: Autocast, jaxpr: Jaxpr, var: Any, fact: Source, scopes: Scopes
-) -> bool:
-    """Returns whether a value is used, and only as an operand of low matmuls."""
-
-    def judge(eqn: Equation, position: int, scopes: Scopes) -> Verdict:
-        name = eqn.primitive.name
-        if name in MATMULS:
-            rule, _ = amp.region_rule(eqn, scopes) or amp.rule(name, eqn.params, [fact])
-            return rule == Rule.LOW and reason_against(eqn) is None
-        if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
-            return "result"
-        return "inside" if name in CALLS else False
-
-    return every_use(jaxpr, var, judge, scopes)
-
-
 def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     if amp.reduce != COMPUTE:
         # The rule is about tangents, which JAX may transpose: only plain matmuls.
-        amp = dataclasses.replace(amp, reduce=COMPUTE, cache={})
+        plain = dataclasses.replace(amp, reduce=COMPUTE, cache={})
+        plain.frame = amp.frame
+        found = HANDLERS["custom_jvp_call"](plain, op)
+        plain.frame = Frame()  # rules, which refer to the visitor, hold no values
+        return found
     return HANDLERS["custom_jvp_call"](amp, op)
 
 
@@ -548,7 +502,7 @@ _EMITTERS: dict[str, Callable[..., Values | Outcome]] = {
         op.eqn, changed(op, lambda x: cast(x, amp.dtype))
     ),
     Rule.F32: lambda amp, op, _: bind(op.eqn, changed(op, amp.widen)),
-    Rule.WIDEST: _widest,
+    Rule.WIDEST: _in_f32,
     Rule.FOLLOW: _follow,
     Rule.ORIGINAL: _original,
 }
@@ -560,7 +514,7 @@ _HIGHEST_BY_DEFAULT = (
     "`jax_default_matmul_precision`, or select what must stay f32 by `amp(..., keep=...)`."
 )
 _ALL_HIGHEST = (
-    "`amp` changed no matmul: all of them ask for `precision=HIGHEST`, which is honoured. "
+    "`amp` changed no matmul: all of them ask for `precision=HIGHEST` or HIGH, which is honoured. "
     "Remove the argument, or give a rule: "
     '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
 )

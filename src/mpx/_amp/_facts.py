@@ -8,6 +8,7 @@ of the program enter.
 
 import contextlib
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,14 +19,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
-from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, RuleLike
+from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, Rule, RuleLike
 from mpx._casting._context import Reduce, weight_grad_dtype
-from mpx._jax._compat import INLINE, amp_recording, convert_dtype, source_frames
+from mpx._jax._compat import (
+    amp_recording,
+    convert_dtype,
+    has_side_effects,
+    source_frames,
+)
 from mpx._jax._formats import FORMATS, short_name
 from mpx._jax._frameworks import Named
-from mpx._program._flow import after
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
-from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, has_body, names
+from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, names
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
@@ -43,6 +48,20 @@ MOVES = _REPEATS.union(
 _BARRIERS = frozenset(
     names("optimization_barrier pvary pcast sharding_constraint layout_constraint")
 )
+
+
+class Held(enum.IntEnum):
+    """What the numbers of a value were, which decides how it is held where it is stored.
+
+    A result is the largest of its operands: only `LOW` is rounded to 16 bits.
+    """
+
+    FREE = (
+        0  # Literals, parameters that are biases or scales, and sums of 16-bit numbers
+    )
+    LOW = 1  # Numbers of 16 bits, or computed from such
+    RANGE = 2  # The same, but cut off at a number, or beyond a range, that 16 bits lack
+    WIDE = 3  # Numbers of more bits
 
 
 class Source(NamedTuple):
@@ -65,6 +84,8 @@ class Source(NamedTuple):
     repeated: bool = False
     # Whether only integers, booleans and numbers of the program enter, as in a mask
     is_count: bool = False
+    # What its numbers were; a parameter may be `FREE` all the same: see `held_in`
+    held: Held = Held.WIDE
 
     @property
     def is_param(self) -> bool:
@@ -112,12 +133,19 @@ def closed_over(value: PyTree) -> Source:
 def join(sources: Sequence[Source]) -> Source:
     """Returns the source of a value that is computed from others."""
     kinds = {source.kind for source in sources}
+    held = max((x.held for x in sources), default=Held.WIDE)
     if "data" in kinds:
-        return COUNT if all([x.is_count for x in sources]) else DATA
+        return Source(is_count=all([x.is_count for x in sources]), held=held)
     if "params" not in kinds:
         return CONSTANT
     names = frozenset().union(*(x.names for x in sources))
-    return Source("params", names, repeated=any([x.repeated for x in sources]))
+    repeated = any([x.repeated for x in sources])
+    return Source("params", names, repeated=repeated, held=held)
+
+
+def either(one: Source, other: Source) -> Source:
+    """Returns the source of a value that is one of two."""
+    return one if one == other else join([one, other])
 
 
 def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
@@ -147,7 +175,7 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
         # Of a `cond`, whichever branch is taken.
         found = join(sources[1:] if name == "cond" else sources)
     # An effect may bring in anything.
-    return [DATA if eqn.effects else found] * count
+    return [DATA if has_side_effects(eqn) else found] * count
 
 
 def _converted(
@@ -173,6 +201,20 @@ def is_lookup(eqn: Equation, sources: Sequence[Source]) -> bool:
     return bool(positions) and positions != tuple(table[axis] for axis in axes)
 
 
+def is_bias(source: Source, aval: Any) -> bool:
+    """Returns whether an operand is a bias or a scale, which takes the others' dtype.
+
+    Without this each `x @ W + b` would fall back to f32. It is for parameters: masks,
+    targets and coordinates stay f32, since 16 bits would round or overflow them.
+    """
+    if not source.is_param:
+        return False
+    shape = aval.shape if source.leaf is None else source.leaf
+    sizes = tuple(size for size in shape if size != 1)
+    # Not a mask or bias of attention, which a module may hold.
+    return len(sizes) < 2 or sizes[-1] != sizes[-2]
+
+
 def is_eligible(aval: Any) -> bool:
     """Returns whether autocast may hold a value in the compute dtype: it is f32."""
     return getattr(aval, "dtype", None) == F32
@@ -195,26 +237,21 @@ def cast(x: PyTree, dtype: np.dtype) -> PyTree:
     return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=1, inline=INLINE)  # traced once for a shape
-def saturate(x: PyTree, dtype: np.dtype) -> PyTree:
-    """Returns f32 numbers such that those that are finite stay so in `dtype`.
-
-    The derivative is that of the identity: nothing is kept for the backward pass.
-    """
-    return _saturate(x, dtype)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _saturate(x: PyTree, dtype: np.dtype) -> PyTree:
-    largest = np.float32(FORMATS[short_name(dtype)].max)
-    return lax.select(lax.is_finite(x), lax.clamp(-largest, x, largest), x)
+def wider(x: PyTree, dtype: np.dtype) -> PyTree:
+    """Returns 16-bit numbers in f32; their cotangents are stored in 16 bits, as they are.
+
+    XLA leaves out a rounding between f32 numbers, and would store the cotangents in f32.
+    """
+    return convert_dtype(x, dtype)
 
 
-@_saturate.defjvp
+@wider.defjvp
 def _(
     dtype: np.dtype, primals: tuple[PyTree], tangents: tuple[PyTree]
 ) -> tuple[PyTree, PyTree]:
-    return _saturate(*primals, dtype), tangents[0]
+    stored = lax.optimization_barrier(tangents[0])
+    return convert_dtype(primals[0], dtype), convert_dtype(stored, dtype)
 
 
 def changed(op: Op, change: Callable[[Any], PyTree]) -> Values:
@@ -240,6 +277,16 @@ class Decision(NamedTuple):
     flops: int
 
 
+class Residual(NamedTuple):
+    """An array that `amp(residuals=...)` keeps for the backward pass."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as the forward pass computes it
+    format: str  # in which it is kept: `int8`, `e4m3`, or a dtype
+    reason: str  # why it is not coded; "" if it is
+    source: str  # file and line
+
+
 @dataclasses.dataclass(eq=False)
 class Recording:
     """What happened while a function was traced."""
@@ -250,8 +297,12 @@ class Recording:
     casts: list[tuple[np.dtype, AmpRules]] = dataclasses.field(default_factory=list)
     # The decisions of these
     decisions: list[Decision] = dataclasses.field(default_factory=list)
+    # The arguments that were taken for the parameters where others may hold them
+    guessed: list[str] = dataclasses.field(default_factory=list)
     # The matmuls that functions under `fp8` met, and the recipe of each call of one
     matmuls: list[PyTree] = dataclasses.field(default_factory=list)
+    # What functions under `amp(residuals=...)` keep for the backward pass
+    residuals: list["Residual"] = dataclasses.field(default_factory=list)
     recipes: list[PyTree] = dataclasses.field(default_factory=list)
 
 
@@ -288,6 +339,13 @@ class Settings(Transformation):
     caller: Equation = None
     in_loop: bool = False  # Whether the body of a scan is visited
     is_plain: bool = False
+    # Whether results of the running body may be rounded to be returned: all, none, or each
+    may_round: bool | tuple[bool, ...] = False
+    # Which linear algebra the results of the running body reach
+    wanted: tuple[Any, ...] = ()
+    # Which equations with bodies hold matmuls, and functions of regions, by what they compute
+    works: dict[Any, tuple[Equation, bool]] = dataclasses.field(default_factory=dict)
+    parts: dict[Any, Callable[..., Values]] = dataclasses.field(default_factory=dict)
     # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None
 
@@ -346,15 +404,7 @@ class Settings(Transformation):
         return [fact._replace(leaf=None, literal=None) for fact in known]
 
     def join_facts(self, facts: Sequence[Source]) -> Source:
-        return join(facts)
-
-    def facts_of_body(self, op: Op) -> list[Source]:
-        """Returns what is known of the results of a call that runs as it is written."""
-
-        def rule(eqn: Equation, facts: list[Source]) -> list[Source]:
-            return [DATA] * len(eqn.outvars) if has_body(eqn) else follow(eqn, facts)
-
-        return list(after(op.eqn, op.facts, rule, self.literal_fact, DATA))
+        return functools.reduce(either, facts)
 
     def widen(self, value: PyTree) -> PyTree:
         """Returns a value in f32, the same array for every equation that asks.
@@ -370,7 +420,8 @@ class Settings(Transformation):
         """Returns a value cast to a dtype, the same array for every equation that asks."""
         made = self.frame.made
         if (id(value), dtype) not in made:
-            made[id(value), dtype] = value, cast(value, dtype)
+            is_wider = dtype == F32 and is_low(value)
+            made[id(value), dtype] = value, (wider if is_wider else cast)(value, dtype)
         return made[id(value), dtype][1]
 
     def grad_dtype(self, value: PyTree) -> np.dtype:
@@ -382,6 +433,14 @@ class Settings(Transformation):
     def region_rule(self, eqn: Equation, scopes: Scopes) -> tuple[RuleLike, str] | None:
         """Returns the rule of the scope or function around an equation, and why."""
         return self.rules.scope_rule(self.scopes_inside(eqn, scopes))
+
+    def keeps(self, eqn: Equation, scopes: Scopes) -> bool:
+        """Returns whether an equation that `amp` made was kept out of 16 bits."""
+        region = self.rules.scope_rule(scopes) if scopes else None
+        if region is not None:
+            return region[0] == Rule.ORIGINAL
+        is_wide = eqn.primitive.name in MATMULS and eqn.invars[0].aval.dtype == F32
+        return is_wide and self.rules.base != "original"
 
     def scopes_inside(self, eqn: Equation, scopes: Scopes) -> Scopes:
         """Returns the scopes of a body, with one for the selected function that calls it."""

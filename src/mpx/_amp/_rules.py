@@ -9,15 +9,16 @@ import dataclasses
 import difflib
 import enum
 import re
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._casting._context import chosen_half_precision
+from mpx._casting._context import AMP_SCOPE, chosen_half_precision
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import (
     Selector,
@@ -50,64 +51,90 @@ class Rule(enum.StrEnum):
     ORIGINAL = "original"  # Operands are cast back to the dtypes of the traced function
 
 
-# A rule, its reason, and its primitives. A name stands in one row only; a test checks that.
+# A rule, its place, its reason, and its primitives. A name stands in one row only; a test
+# checks that. The place says how an operation takes part in regions: see `_regions.py`.
+#   inside: it is computed with its neighbours in one region, and again in the backward pass
+#   stored: it runs by itself, on arrays as they are stored
+#   alone: it runs by itself, on f32 numbers that were not rounded to be stored
+# What is not listed runs alone, as it is written.
 _ROWS = """
-f32 | small errors of the argument become large ones, or the range is wide
+f32 | inside | small errors of the argument become large ones, or the range is wide
   exp exp2 expm1 log log1p log2 pow rsqrt sqrt cbrt reciprocal rem square sinh cosh
-  tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma digamma polygamma
+  tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma digamma polygamma integer_pow
   zeta igamma igammac igamma_grad_a regularized_incomplete_beta bessel_i0e bessel_i1e
-  random_gamma_grad
-f32 | sums of many terms stand still in 16 bits
-  reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum add_any
-  select_and_scatter_add select_and_gather_add
-f32 | exact in any dtype; in f32 the shift of a softmax stays in f32
+f32 | inside | sums of many terms stand still in 16 bits
+  reduce_sum reduce_prod add_any
+f32 | alone | sums of many terms stand still in 16 bits
+  cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add
+  select_and_gather_add random_gamma_grad
+f32 | inside | exact in any dtype; in f32 the shift of a softmax stays in f32
   reduce_max reduce_min
-widest | several operands must agree
+widest | inside | several operands must agree
   add sub mul div max min select_n clamp concatenate stack pad dynamic_update_slice eq
   ne lt le gt ge eq_to le_to lt_to polynomial
-follow | exact in any dtype
+follow | inside | exact in any dtype
   neg abs sign floor ceil round is_finite
-follow | bounded and rounded once; a small distance from 1 is lost
+follow | inside | bounded and rounded once; a small distance from 1 is lost
   tanh logistic erf sin cos one_minus_square
-follow | moves numbers without changing them
+follow | inside | moves numbers without changing them
   reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze
-  expand_dims split unstack tile copy copy_p argmax argmin sort top_k cummax cummin
-  reduce_window_max reduce_window_min stop_gradient name sharding_constraint reshard
-  layout_constraint mesh_cast optimization_barrier device_put debug_callback debug_print
-follow | communication in the dtype of the value
+  expand_dims split unstack tile copy copy_p argmax argmin stop_gradient
+follow | stored | moves numbers without changing them
+  reduce_window_max reduce_window_min name sharding_constraint reshard
+  layout_constraint mesh_cast optimization_barrier device_put
+follow | alone | moves numbers without changing them
+  sort top_k cummax cummin debug_callback debug_print
+follow | stored | communication in the dtype of the value
   all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum
   psum_invariant psum2 psend precv pmax pmin psum_scatter reduce_scatter
   unreduced_psum unreduced_reduce_scatter pvary pcast pbroadcast vary_unreduced_cast
   reduced_vary_cast
-original | works on the bits or the format of a number
+original | alone | works on the bits or the format of a number
   bitcast_convert_type nextafter reduce_precision complex real imag conj
-original | linear algebra and transforms have no 16-bit implementation
+original | alone | linear algebra and transforms have no 16-bit implementation
   cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
   householder_product ormqr svd eig eigh schur hessenberg tridiagonal
   tridiagonal_solve triangular_solve fft custom_linear_solve linear_solve
-original | carries a function that was traced at its own dtypes
+original | alone | carries a function that was traced at its own dtypes
   scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add
   scatter_sub scatter_mul scatter_min scatter_max reduce reduce_window
   select_and_scatter reduce_and reduce_or reduce_xor
-original | somebody's own kernel or host code
-  pallas_call ffi_call pure_callback io_callback custom_vmap_call custom_partitioning
+original | alone | somebody's own kernel or host code
+  pallas_call ffi_call pure_callback io_callback custom_partitioning
   composite triton_kernel_call tpu_custom_call dot_product_attention_fwd
   dot_product_attention_bwd dot_product_attention_fp8_fwd
   dot_product_attention_fp8_bwd scaled_matmul scaled_dot get swap addupdate ref_new
 """
 
 
-def _table() -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
-    yield Rule.LOW, "tensor cores multiply 16-bit numbers and add in f32", MATMULS
+class Row(NamedTuple):
+    """A row of the table."""
+
+    rule: Rule
+    place: Literal["inside", "stored", "alone"]
+    reason: str
+    names: tuple[str, ...]
+
+
+def _table() -> Iterator[Row]:
+    because = "tensor cores multiply 16-bit numbers and add in f32"
+    yield Row(Rule.LOW, "alone", because, MATMULS)
     for row in re.split(r"\n(?=\S)", _ROWS.strip()):
         head, _, found = row.partition("\n")
-        rule, _, reason = head.partition(" | ")
-        yield Rule(rule), reason, names(found)
+        rule, place, reason = head.split(" | ")
+        yield Row(Rule(rule), typing.cast(Any, place), reason, names(found))
 
 
 TABLE = tuple(_table())
-PRIMITIVES: dict[str, Rule] = {name: rule for rule, _, found in TABLE for name in found}
-REASONS: dict[str, str] = {name: reason for _, reason, found in TABLE for name in found}
+ROWS: dict[str, Row] = {name: row for row in TABLE for name in row.names}
+PRIMITIVES: dict[str, Rule] = {name: row.rule for name, row in ROWS.items()}
+REASONS: dict[str, str] = {name: row.reason for name, row in ROWS.items()}
+BOUNDED = frozenset(names("tanh logistic erf sin cos"))
+"""Primitives whose results 16 bits hold, whatever their operand is."""
+SUMS = frozenset(names("reduce_sum reduce_prod cumsum cumprod cumlogsumexp")).union(
+    names("reduce_window_sum scatter-add scatter_add select_and_scatter_add add_any")
+)
+"""Primitives whose results are sums, or products, of many numbers."""
 UNKNOWN = "not in the rule table"
 LOW_NAME = "mpx:low"
 """The name that `amp_low` gives to a value."""
@@ -115,18 +142,6 @@ LOW_NAME = "mpx:low"
 WITHOUT_RULES = frozenset(
     {*HANDLERS, *ATTENTION, *CROSS_ENTROPY, "convert_element_type"}
 )
-# Operations that broadcast operands of equal rank, and scalars, by themselves.
-BROADCASTING = frozenset(names("add sub mul div max min select_n clamp polynomial"))
-# Operations that compare numbers, perhaps with one that is written in the program.
-COMPARED = frozenset(names("min max clamp eq ne lt le gt ge eq_to le_to lt_to"))
-# Operations that use one number of their operand several times, or may: their transposes
-# sum, which must be in f32.
-SUMMED = frozenset(
-    names("broadcast_in_dim gather tile reduce_window_max reduce_window_min")
-    + names("cummax cummin")
-)
-# Linear in all operands together: nothing is kept for the backward pass but booleans.
-LINEAR = frozenset(names("add sub concatenate stack pad select_n dynamic_update_slice"))
 
 
 def rule_for(name: str, params: Mapping[str, PyTree], compute_is_f16: bool) -> Rule:
@@ -147,7 +162,7 @@ _Found = tuple[RuleLike, str] | None
 """A rule and the reason, if there is one."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class AmpRules:
     """Rules for which operations run in which precision.
 
@@ -190,7 +205,7 @@ class AmpRules:
         default=None, init=False, repr=False
     )
     _found: dict[str | tuple[str, ...], _Found] = dataclasses.field(
-        default_factory=dict, init=False, repr=False
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -209,6 +224,11 @@ class AmpRules:
                     check_pattern(key, field)
                 parsed[key] = _parse(rule, field, key)
             object.__setattr__(self, field, parsed)
+
+    def __hash__(self) -> int:
+        """Returns the same for equal rules: two modules under `amp` are one pytree type."""
+        tables = (self.primitives, self.scopes, self.functions, self.params)
+        return hash((self.base, *(frozenset(x.items()) for x in tables), self.keep))
 
     def keeping(self, keep: tuple[Selector, ...]) -> "AmpRules":
         """Returns these rules, with what is selected running as it is written."""
@@ -263,8 +283,8 @@ class AmpRules:
             if isinstance(selector, str) and any(search(selector, x) for x in paths):
                 return Rule.ORIGINAL, f"keep {selector}"
         for scope, path in zip(given, paths, strict=True):
-            if scope == STOP_SCOPE:
-                return Rule.ORIGINAL, "scope amp_stop"
+            if scope in _DECIDED:
+                return Rule.ORIGINAL, _DECIDED[scope]
             if scope.startswith(KEPT_SCOPE):
                 return Rule.ORIGINAL, f"keep {scope.removeprefix(KEPT_SCOPE)}"
             for pattern, rule in self.scopes.items():
@@ -306,6 +326,7 @@ class AmpRules:
         return rule, REASONS.get("square" if name == "integer_pow" else name, UNKNOWN)
 
 
+_DECIDED = {STOP_SCOPE: "scope amp_stop", AMP_SCOPE: "under an `amp` inside"}
 FUNCTION_SCOPE = "mpx.function:"
 """Before an expression of `functions`: around what a selected function calls."""
 

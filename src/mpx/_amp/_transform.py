@@ -10,11 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._call import ModuleUnderAmp, parse_params, under_amp
-from mpx._amp._emit import Autocast, autocast_for
+from mpx._amp._call import ModuleUnderAmp, Options, under_amp
+from mpx._amp._roles import parse_params
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
 from mpx._casting._context import is_amp, parse_reduce
-from mpx._casting._keep import STOP_SCOPE
+from mpx._casting._keep import stopping
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._jax._arguments import check_function
 from mpx._jax._tree import is_array, is_floating
@@ -37,8 +37,7 @@ def amp_stop(func: Callable[..., PyTree] | None = None) -> PyTree:
         >>> float(f(jnp.full((1, 1), 1.001))[0, 0])
         1.0020010471343994
     """
-    scope = jax.named_scope(STOP_SCOPE)
-    return scope if func is None else scope(func)
+    return stopping() if func is None else stopping()(func)
 
 
 def amp_low(x: PyTree) -> PyTree:
@@ -120,11 +119,12 @@ def amp(
             with `set_half_precision_datatype` or `half_precision`. Gradients in f16 need
             a loss scale: take them with `mpx.value_and_grad`. Others warn.
         params: The position or the name of the argument that holds the parameters, or
-            several. By default the arrays that the function itself holds, as a module or a
-            method of one; the `nnx.Param`s of NNX modules; else the first argument that is
-            a container, and the other parts of `eqx.partition`. Biases and scales among them
-            take the dtype of the activations that they meet; those of 16 bits are storage
-            and are read as f32.
+            several. By default what is differentiated, and the arrays that the function
+            itself holds, as a module, a method of one or a partial; the `nnx.Param`s of
+            NNX modules; and other parts of `eqx.partition`. If nothing is differentiated,
+            or `jax.jit` hides it, the first argument that is a container. Biases and
+            scales among them take the dtype of the activations that they meet; those of
+            16 bits are storage and are read as f32.
         keep: What runs as it is written: a regular expression for paths of parameters
             such as `layers/0/norm/weight` (their matmuls) and for paths of
             `jax.named_scope`s, a module type (what its `__call__` computes, and matmuls
@@ -148,14 +148,15 @@ def amp(
     Raises:
         ValueError: If a dtype, a rule or another option is unknown; in a call, if a string
             or type in `keep`, or an expression in `rules`, selects nothing.
+        TypeError: If a class is given: put an object or a method under `amp`.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> @amp
         ... def f(x, w):
         ...     return jnp.max(x @ w)
-        >>> f(jnp.full((2, 3), 1.001), jnp.ones((3, 2)))
-        Array(3., dtype=float32)
+        >>> f(jnp.full((2, 8), 1.001), jnp.ones((8, 2)))
+        Array(8., dtype=float32)
     """
     if attention not in ("fuse", "keep"):
         raise ValueError(
@@ -165,30 +166,33 @@ def amp(
         raise ValueError(
             f'`residuals` must be "e4m3", "int8" or `None`, but it is {residuals!r}.'
         )
-    autocast = functools.partial(
-        autocast_for,
-        None if dtype is None else as_compute_dtype(dtype),
-        parse_reduce(reduce_dtype),
+    options = Options(
+        dtype=None if dtype is None else as_compute_dtype(dtype),
+        reduce=parse_reduce(reduce_dtype),
         params=parse_params(params),
         rules=as_amp_rules(rules).keeping(parse_selectors(keep, "keep")),
         narrow_carry=narrow_carry,
         attention=attention,
         residuals=residuals,
     )
-    return _Decorator(_wrap, autocast) if func is None else _wrap(autocast, func)
+    return _Decorator(_wrap, options) if func is None else _wrap(options, func)
 
 
-def _wrap(
-    autocast: Callable[[], Autocast], func: Callable[..., PyTree]
-) -> Callable[..., PyTree]:
+def _wrap(options: Options, func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     check_function(func)
+    if isinstance(func, type):
+        raise TypeError(
+            f"`amp` takes a function or a module, but the class `{func.__name__}` was "
+            "given, whose call makes an object. Wrap the object, `amp(Model(...))`; or a "
+            "method, `__call__ = amp(...)` or `@amp` before it; or the loss."
+        )
     if is_amp(func):
         warn(
             "The function is under `amp` already. What the inner one chose holds, and the "
             "outer one finds nothing to do. Call `amp` once."
         )
     is_module = isinstance(func, eqx.Module)
-    return (ModuleUnderAmp if is_module else under_amp)(func, autocast)
+    return (ModuleUnderAmp if is_module else under_amp)(func, options)
 
 
 class _Decorator(functools.partial):  # pyright: ignore[reportMissingTypeArgument]

@@ -117,6 +117,14 @@ reducing_in = make_jit_context(None)
 _plain = make_jit_context(False)
 plain_matmuls = functools.partial(_plain, True)
 """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
+AMP_SCOPE = "mpx.amp"
+
+
+def scope_of_amp() -> contextlib.AbstractContextManager[object]:
+    """Marks what `amp` writes, for a transformation around it: it is decided."""
+    return jax.named_scope(AMP_SCOPE) if _plain.value else contextlib.nullcontext()
+
+
 in_shards = make_jit_context(False)
 over_shards = functools.partial(in_shards, True)
 """Marks a `jax.vmap` over the shards of a batch, each on its own devices."""

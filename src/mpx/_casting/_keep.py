@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from mpx._casting._cast import call_in_full_precision, map_floating
 from mpx._casting._select import Matcher, Selector
-from mpx._jax._compat import make_jit_context
+from mpx._jax._compat import ambient_scopes, make_jit_context
 from mpx._jax._nnx import is_variable_of_state, nnx_module
 from mpx._jax._tree import LeafName, cast_leaf
 
@@ -122,6 +122,8 @@ FP8_SCOPE = "mpx.fp8"  # around what `fp8` makes of a matmul
 # The types that run in f32, or in a scope for `amp` and `fp8`, in this thread. In another
 # one the replaced calls do nothing.
 _in_f32, _in_scope = make_jit_context(()), make_jit_context(())
+# Whether `amp_stop` is around: what `jax.jit` traces does not see the scopes around its call.
+_stopped = make_jit_context(False)
 
 _lock = threading.Lock()
 _users: dict[type, int] = {}  # how many running functions replaced the call of a class
@@ -131,6 +133,18 @@ _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictiona
 
 # The types of which an object was called in the innermost block of this thread.
 _called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Keeps autocast out of what runs inside."""
+    with jax.named_scope(STOP_SCOPE), _stopped(True):
+        yield
+
+
+def scopes_around() -> tuple[str, ...]:
+    """Returns the scopes around the running code, also `amp_stop` outside of `jax.jit`."""
+    return (STOP_SCOPE,) * _stopped.value + ambient_scopes()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,12 @@ Selector = str | type | Callable[..., Any]
 Selectors = Selector | Iterable[Selector]
 
 
-def parse_selectors(given: PyTree, what: str) -> tuple[Selector, ...]:
+PREDICATE = "`(path, leaf) -> bool`"
+
+
+def parse_selectors(
+    given: PyTree, what: str, predicate: str = PREDICATE
+) -> tuple[Selector, ...]:
     """Returns the selectors that a user gave: one, or several."""
     single = callable(given) or isinstance(given, str | Mapping)
     found: Any = (given,) if single or not isinstance(given, Iterable) else given
@@ -31,16 +36,16 @@ def parse_selectors(given: PyTree, what: str) -> tuple[Selector, ...]:
     for selector in selectors:
         # A module that can be called, and not its type, is no predicate.
         if not callable(selector) or not all_leaves([selector]):
-            check_pattern(selector, what)
+            check_pattern(selector, what, predicate)
     return selectors
 
 
-def check_pattern(pattern: object, what: str) -> None:
+def check_pattern(pattern: object, what: str, predicate: str = PREDICATE) -> None:
     """Raises unless a selector is a regular expression."""
     if not isinstance(pattern, str):
         raise TypeError(
             f"`{what}` takes a regular expression for paths such as "
-            "`layers/0/norm/weight`, a module type, a predicate `(path, leaf) -> bool`, "
+            f"`layers/0/norm/weight`, a module type, a predicate {predicate}, "
             f"or a list of these, but {pattern!r} was given."
         )
     try:

@@ -6,6 +6,7 @@ of the backward pass are those of other blocks than the forward one's, but for w
 NVFP4: their blocks are square, and so the same in both.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -72,11 +73,10 @@ def _to_nv(recipe: NVFP4, role: str, x: Array) -> Blocks:
     (rows, columns), dithered = x.shape, recipe.is_dithered(role)
     tall = _SIZE if role == "weight" and recipe.weight_blocks == "2d" else 1
     tiles = x.astype(jnp.float32).reshape(rows // tall, tall, columns // _SIZE, _SIZE)
-    peaks = largest_magnitude(tiles, (1, 3))
-    amax = jnp.max(peaks)
-    usable = (amax > 0) & (amax < jnp.inf)
+    peaks = largest_magnitude(tiles, (1, 3), finite=False)
+    amax = largest_magnitude(peaks)
     tiny = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
-    whole = jnp.where(usable, jnp.maximum(amax * np.float32(1 / (6 * 448)), tiny), 1.0)
+    whole = jnp.maximum(amax * np.float32(1 / (6 * 448)), tiny)
     inverse = 1 / whole
     # The paper rounds all scales to nearest, and clips. A clipped gradient would not be
     # right on average: where it is rounded stochastically its scale is rounded up.
@@ -218,6 +218,17 @@ _matmul.defvjp(_forward, _backward)
 
 def block_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
     """Returns a `dot_general` computed from blocks; operands become matrices."""
+    if any(spec.shardings):
+        # Blocks are other axes than those of the mesh. XLA finds out how they are sharded.
+        def product(lhs: Array, rhs: Array) -> Array:
+            return lax.dot_general(
+                lhs, rhs, spec.dimensions, out_sharding=spec.out_sharding
+            )
+
+        (like,) = jax.make_jaxpr(product)(lhs, rhs).out_avals
+        plain = dataclasses.replace(spec, shardings=(None, None))
+        run = functools.partial(block_dot, plain)
+        return jax.sharding.auto_axes(run, out_sharding=like.sharding)(lhs, rhs)
     matrices, shapes = list[Any](), list[int]()
     for side, x in enumerate((lhs, rhs)):
         free = spec.free_axes(side, x.ndim)

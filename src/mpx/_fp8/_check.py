@@ -12,7 +12,7 @@ class Fp8Check:
     """The matmuls of a compiled program; made by `mpx.inspect.fp8_check`.
 
     Attributes:
-        fp8: How many calls multiply in fp8 units.
+        fp8: How many calls multiply in fp8 units, or in those for blocks of 8 or 4 bits.
         other: How many multiply in something else, by what they are: `cublas bf16`,
             `triton f8e4m3fn` and so on. A loop counts its body once.
         quantized: Whether such numbers occur at all. If not, XLA has removed them.
@@ -64,7 +64,8 @@ def fp8_check(compiled: Any) -> Fp8Check:
         found, grouped = _CUBLAS.search(line), _GROUPED.search(line)
         kind = found.group(1) if found else ""
         dtype = grouped.group(1) if grouped else ""
-        if kind.startswith("lt$matmul$f8") or dtype.startswith("f8"):
+        is_fp8 = kind.startswith("lt$matmul$f8") or dtype.startswith("f8")
+        if is_fp8 or _BLOCK_SCALED.search(line):
             calls += 1
         elif dtype:
             other[f"grouped {dtype}"] += 1
@@ -78,6 +79,8 @@ def fp8_check(compiled: Any) -> Fp8Check:
     return Fp8Check(calls, dict(sorted(other.items())), found, integers)
 
 
+# What `jax.nn.scaled_matmul` lowers to, and what XLA makes of it.
+_BLOCK_SCALED = re.compile(r'target="__(op\$block_scaled_dot|cudnn\$blockScaledDot)"')
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$([\w$]+)"')
 # A kernel of `mpx._ops._experts`: its first operands are integers.
 _GROUPED = re.compile(

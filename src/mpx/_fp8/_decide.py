@@ -9,30 +9,27 @@ import numpy as np
 from jax import lax
 
 from mpx._amp._decide import RAGGED
-from mpx._amp._facts import (
-    CONSTANT,
-    DATA,
-    MOVES,
-    Source,
-    closed_over,
-    follow,
-    is_lookup,
-    join,
-)
+from mpx._amp._facts import MOVES, Settings, Source, is_lookup
+from mpx._amp._regions import Facts
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import Int8, Recipe
-from mpx._jax._compat import Literal
+from mpx._jax._compat import (
+    Literal,
+    asked_precisions,
+    open_jaxpr,
+)
 from mpx._jax._devices import H200
 from mpx._jax._formats import short_name
-from mpx._program import HANDLERS
-from mpx._program._flow import Flow
+from mpx._program._flow import loop_carry
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
     GROUPED,
+    LOOPS,
     MATMULS,
     Equation,
+    called,
     flops,
     matmul_sizes,
     names,
@@ -46,8 +43,7 @@ _BYTES_TRANSPOSED = 2 + 2 * (2 + 1 + 1)
 # In int8 each direction has scales and codes of its own, and a result in s32 is written and
 # read. Counted, not measured: the units are taken to be as fast as those of fp8.
 _BYTES_INT8 = 2 * (2 + 2 + 1) + 4 + 4
-# The sum of this many products of int8 numbers is below 2³¹.
-_LONGEST = (2**31 - 1) // 127**2
+_LARGE = 2**14
 # Per matmul, forward and backward. Single matmuls are met with 5 µs, but that takes those
 # of a GPT-2 124M to fp8, too, and in the whole model they gain nothing.
 _LAUNCHES = 20e-6
@@ -90,12 +86,11 @@ def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
     elif name in CROSS_ENTROPY:
         summed, columns = first[-1], second[eqn.params["head"].vocab_axis]
     else:
-        summed, (_, columns) = matmul_sizes(eqn)
+        summed, (rows, columns) = matmul_sizes(eqn)
         if name == "dot_general":
-            count = math.prod(
-                first[axis] for axis in eqn.params["dimension_numbers"][1][0]
-            )
-        elif name != "conv_general_dilated":
+            batch = eqn.params["dimension_numbers"][1][0]
+            return (rows, summed, columns), math.prod(first[axis] for axis in batch)
+        if name != "conv_general_dilated":
             # Each row of the first operand of a ragged matmul belongs to one group.
             columns = eqn.outvars[0].aval.shape[-1]
     return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
@@ -125,22 +120,30 @@ def reason_to_keep(
     matmul: Matmul,
     *,
     purpose: str,
+    kept: str,
     chosen: Selection,
 ) -> str:
     """Returns why a product stays as it is written; "" if it becomes fp8.
 
     `dtypes` are those of both operands and of the result, `are_params` tells which operands
-    are parameters; `purpose` is what they are for, if that speaks against 8 bits.
+    are parameters; `purpose` is what they are for, if that speaks against 8 bits, and `kept`
+    why `amp` keeps it as it is written.
     """
-    name = eqn.primitive.name
-    if name != "dot_general":
-        kind = _KINDS.get(name, "a fused attention")
-        return f"it is {kind}; {chosen.recipe.kind} is for matmuls with one weight"
+    if eqn.primitive.name != "dot_general":
+        return reason_by_kind(eqn.primitive.name, chosen)
     return (
-        _by_structure(eqn, dtypes, are_params, chosen)
+        _by_operands(eqn, are_params, chosen)
+        or _by_scope(matmul)
+        or _by_dtype(eqn, dtypes, kept)
         or _by_rule(matmul, purpose, chosen)
         or _by_size(eqn, matmul, chosen)
     )
+
+
+def reason_by_kind(primitive: str, chosen: Selection) -> str:
+    """Returns why what multiplies, and is no plain matmul, stays as it is."""
+    what = _KINDS.get(primitive, "a fused attention")
+    return f"it is {what}; {chosen.recipe.kind} is for matmuls with one weight"
 
 
 _KINDS = {
@@ -150,36 +153,38 @@ _KINDS = {
 }
 
 
-def _by_structure(
-    eqn: Equation,
-    dtypes: Sequence[np.dtype],
-    weights: Sequence[bool],
-    chosen: Selection,
-) -> str:
+def _by_operands(eqn: Equation, weights: Sequence[bool], chosen: Selection) -> str:
     if len({*weights}) == 1:
         both = "both operands are parameters"
         return both if weights[0] else "no operand is a parameter"
     if chosen.recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
         kind = type(chosen.recipe).__name__
         return f"it has batch dimensions, for which there are no {kind} blocks"
-    wide = [x for x in map(short_name, dtypes[:2]) if x not in ("bf16", "f16")]
-    if wide:
-        return f"an operand is {wide[0]}"
-    if len({*dtypes}) > 1:
-        return f"its result was asked for in {short_name(dtypes[2])}"
-    precision = eqn.params.get("precision")
-    for item in precision if isinstance(precision, tuple) else (precision,):
-        if item not in (None, lax.Precision.DEFAULT):
-            return f"{item} was asked for"
     return ""
 
 
-def _by_rule(matmul: Matmul, purpose: str, chosen: Selection) -> str:
+def _by_scope(matmul: Matmul) -> str:
     for scope in matmul.scope.split("/"):
         if scope == STOP_SCOPE:
             return "scope amp_stop"
         if scope.startswith(KEPT_SCOPE):
             return f"keep {scope.removeprefix(KEPT_SCOPE)}"
+    return ""
+
+
+def _by_dtype(eqn: Equation, dtypes: Sequence[np.dtype], kept: str) -> str:
+    for item in asked_precisions(eqn):
+        if item != lax.Precision.DEFAULT:
+            return f"{item} was asked for"
+    wide = [x for x in map(short_name, dtypes[:2]) if x not in ("bf16", "f16")]
+    if wide:
+        return f"an operand is {wide[0]}" + f" ({kept})" * bool(kept)
+    if len({*dtypes}) > 1:
+        return f"its result was asked for in {short_name(dtypes[2])}"
+    return ""
+
+
+def _by_rule(matmul: Matmul, purpose: str, chosen: Selection) -> str:
     for selector in chosen.keep:
         if _selects(selector, matmul):
             return f"keep {shown(selector)}"
@@ -200,14 +205,28 @@ def _selects(selector: Selector, matmul: Matmul) -> bool:
 def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
     recipe, multiple = chosen.recipe, chosen.recipe.multiple
     for size in matmul.shape:
-        if size == 0 or size % multiple:
+        rest = size % multiple
+        if not isinstance(rest, int):
+            return f"{size} is a symbol, and not always a multiple of {multiple}"
+        if rest or (isinstance(size, int) and size == 0):
             return f"{size} is not a multiple of {multiple}"
-    if isinstance(recipe, Int8):
+    if recipe.longest:
         # The products of the backward pass sum over rows and columns.
-        summed = max(matmul.shape) if recipe.backward else matmul.shape[1]
-        if summed > _LONGEST:
-            return f"a sum of {summed} products may exceed s32 (at most {_LONGEST})"
-    gain = predicted_gain(*matmul.shape, count=sizes(eqn)[1], recipe=recipe)
+        summed = (
+            matmul.shape if recipe.form("grad", backward=True) else matmul.shape[1:2]
+        )
+        for size in summed:
+            if not isinstance(size, int) or size > recipe.longest:
+                most = f"at most {recipe.longest}"
+                return f"a sum of {size} products may exceed s32 ({most})"
+    if recipe.is_dithered("grad") and not all(isinstance(x, int) for x in matmul.shape):
+        return "gradients are rounded stochastically, and a size is a symbol"
+    # A size that is a symbol counts as large.
+    known = [
+        x if isinstance(x, int) else _LARGE for x in (*matmul.shape, sizes(eqn)[1])
+    ]
+    m, k, n, count = known
+    gain = predicted_gain(m, k, n, count=count, recipe=recipe)
     if gain < chosen.min_gain:
         return f"too small to gain (predicted {gain:.2f}×)"
     return ""
@@ -216,77 +235,109 @@ def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
 TABLE = "its parameter is an embedding table"
 HEAD = "its result goes into a softmax"
 ROUTER = "its result is sorted or selects"
+_SUMMED = "summed"
 _SUMS = frozenset(names("reduce_sum cumsum reduce_window_sum reduce_window"))
 _SELECTS = frozenset(names("top_k approx_top_k argmax argmin sort"))
 # What lies between the exponential of a softmax and its sum.
 _BETWEEN = MOVES.union(names("mul select_n"))
-LINEAR = frozenset((*MATMULS, GROUPED)) - {"conv_general_dilated"}
 _PRODUCTS = frozenset((*MATMULS, *ATTENTION, GROUPED))
+Uses = frozenset[str]
+_NONE: Uses = frozenset()
 
 
-class _Seen(NamedTuple):
-    """What is known of a value."""
+class Tables(Facts):
+    """Finds the parameters that are read by indices: embedding tables."""
 
-    source: Source  # what it is computed from
-    # The parameters of matmuls behind it, with only element-wise operations and sums between
-    layers: frozenset[str] = frozenset()
-    powers: frozenset[str] = frozenset()  # those of which it is the exponential
+    found: set[str]
 
+    def __init__(self, amp: Settings) -> None:
+        """Prepares for a call of `run`, which adds the names of tables to `found`."""
+        super().__init__(amp)
+        object.__setattr__(self, "found", set())
 
-def _either(a: _Seen | None, b: _Seen | None) -> _Seen | None:
-    if a is None or b is None:
-        return a or b
-    return _Seen(join([a.source, b.source]), a.layers | b.layers, a.powers & b.powers)
-
-
-class Study(NamedTuple):
-    """What the parameters of a program are for."""
-
-    purposes: dict[str, str]  # the parameters that 8 bits would harm, and why
-    layers: set[str]  # the parameters of matmuls that have one
-    dtypes: set[np.dtype]  # those of the operands of these matmuls
+    def results(self, eqn: Equation, ins: list[Source]) -> Sequence[Source]:
+        if ins and is_lookup(eqn, ins) and ins[0].is_param:
+            self.found.update(ins[0].names)
+        return super().results(eqn, ins)
 
 
-def study(jaxpr: Any, sources: Mapping[Any, Source]) -> Study:
-    """Returns what the parameters of a program are for.
+class Readers:
+    """Tells what reads the values of a jaxpr, with only element-wise operations between.
 
-    Embedding tables are read by indices. A head, and a router of experts, is a layer whose
-    result goes into a softmax, or is sorted: an error there changes which class or which
-    expert comes first, or all probabilities at once. Names play no part in it.
+    A head, and a router of experts, is a matmul whose result goes into a softmax, or is
+    sorted: an error there changes which class or which expert comes first, or all
+    probabilities at once. Names play no part in it.
     """
-    result = Study({}, set(), set())
-    found = result.purposes
 
-    def rule(name: str, eqn: Equation, labels: list[Any]) -> _Seen:
-        seen = [
-            _Seen(CONSTANT if isinstance(atom, Literal) else DATA)
-            if label is None
-            else label
-            for atom, label in zip(eqn.invars, labels, strict=True)
-        ]
-        given = [x.source for x in seen]
-        layers = frozenset().union(*(x.layers for x in seen))
-        powers = frozenset().union(*(x.powers for x in seen))
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Any, dict[Any, Uses]]] = {}
+
+    def clear(self) -> None:
+        """Forgets all jaxprs, which may hold arrays."""
+        self._found.clear()
+
+    def of(self, jaxpr: Any, results: Sequence[Uses]) -> dict[Any, Uses]:
+        """Returns the uses of the values of a jaxpr, given those of its results."""
+        body, _ = open_jaxpr(jaxpr)
+        key = id(body), tuple(results)
+        if key not in self._found:
+            found: dict[Any, Uses] = {}
+
+            def add(atoms: Sequence[Any], more: Sequence[Uses]) -> None:
+                for atom, uses in zip(atoms, more, strict=True):
+                    if uses and not isinstance(atom, Literal):
+                        found[atom] = found.get(atom, _NONE) | uses
+
+            add(body.outvars, results)
+            for eqn in reversed(body.eqns):
+                add(eqn.invars, self._before(eqn, found))
+            self._found[key] = body, found
+        return self._found[key][1]
+
+    def inside(self, eqn: Equation, found: Mapping[Any, Uses]) -> tuple[Uses, ...]:
+        """Returns the uses of the results of a body, given those of its equation's."""
+        uses = [found.get(var, _NONE) for var in eqn.outvars]
+        while eqn.primitive.name in LOOPS:  # until a step's carry no longer changes
+            carry, _ = loop_carry(eqn)
+            given = self._inputs(_body(eqn), uses)[carry]
+            after = [x | y for x, y in zip(uses, given, strict=False)] + uses[
+                len(given) :
+            ]
+            if after == uses:
+                break
+            uses = after
+        return tuple(uses)
+
+    def _inputs(self, jaxpr: Any, results: Sequence[Uses]) -> list[Uses]:
+        found = self.of(jaxpr, results)
+        return [found.get(var, _NONE) for var in open_jaxpr(jaxpr)[0].invars]
+
+    def _before(self, eqn: Equation, found: Mapping[Any, Uses]) -> list[Uses]:
+        """Returns the uses of the operands of an equation."""
+        name, count = eqn.primitive.name, len(eqn.invars)
         if name in _PRODUCTS:
-            params = [x for x in given[:2] if x.is_param]
-            if len(params) != 1:
-                return _Seen(join(given))
-            if name in LINEAR:
-                result.layers.update(params[0].names)
-                result.dtypes.update(var.aval.dtype for var in eqn.invars[:2])
-            return _Seen(DATA, params[0].names)
-        if given and is_lookup(eqn, given) and given[0].is_param:
-            found.update(dict.fromkeys(given[0].names, TABLE))
+            return [_NONE] * count
+        results = self.inside(eqn, found)
+        if name in LOOPS:
+            inputs = self._inputs(_body(eqn), results)
+            return [_NONE] * (
+                count - len(inputs)
+            ) + inputs  # the condition's come first
+        if name == "cond":
+            inputs = [self._inputs(x, results) for x in eqn.params["branches"]]
+            return [_NONE, *(_NONE.union(*x) for x in zip(*inputs, strict=True))]
+        if (body := called(eqn)) is not None:
+            return self._inputs(body, results)
+        uses = _NONE.union(*results)
         if name in _SUMS:
-            found.update(dict.fromkeys(powers, HEAD))
-        if name in _SELECTS:
-            found.update(dict.fromkeys(layers, ROUTER))
-        source = DATA if name in HANDLERS else next(iter(follow(eqn, given)), DATA)
-        if name in ("exp", "exp2"):
-            return _Seen(source, layers, layers)
-        return _Seen(source, layers, powers if name in _BETWEEN else frozenset())
+            uses |= {_SUMMED}
+        elif name in ("exp", "exp2") and _SUMMED in uses:
+            uses = uses - {_SUMMED} | {HEAD}
+        elif name not in _BETWEEN:
+            uses -= {_SUMMED}
+        return [uses | {ROUTER} if name in _SELECTS else uses] * count
 
-    labels = {var: _Seen(source) for var, source in sources.items()}
-    constant = lambda value: _Seen(closed_over(value))  # noqa: E731
-    Flow(rule, join=_either, constant=constant).run(jaxpr, labels)
-    return result
+
+def _body(eqn: Equation) -> Any:
+    """Returns the body of a loop."""
+    return eqn.params.get("jaxpr", eqn.params.get("body_jaxpr"))

@@ -41,6 +41,14 @@ class Fp8State(eqx.Module):
 
         return jax.tree.map(push, self, observed)
 
+    def rescaled(self, factor: Array | float) -> "Fp8State":
+        """Returns the state for a loss scale that is `factor` times as large.
+
+        The magnitudes of gradients grow with it: without this the next step is clipped.
+        `mpx.value_and_grad` and `mpx.accumulate` call it.
+        """
+        return jax.tree.map(lambda history: history.at[..., 2].multiply(factor), self)
+
     def largest(self) -> dict[str, tuple[Array, Array]]:
         """Returns the maxima over the history, and the probes that observe new ones."""
         return {

@@ -34,6 +34,7 @@ from mpx._fp8._operands import (
     summed_last,
     to_fp8,
 )
+from mpx._jax._compat import varying_axes
 from mpx._jax._devices import in_order
 from mpx._jax._sharding import axes_of, spec_of
 
@@ -163,7 +164,8 @@ def _forward(
     observed = None
     if probe is not None:
         activation, weight = sides[1 - spec.weight_side], sides[spec.weight_side]
-        observed = largest_magnitude(activation), largest_magnitude(weight)
+        found = (largest_magnitude(x, finite=False) for x in (activation, weight))
+        observed = [probe, *found]
     return out, ([x[1] for x in operands], seen, observed)
 
 
@@ -195,7 +197,11 @@ def _backward(
     dseen = None if seen is None else jnp.zeros_like(seen)
     dprobe = None
     if observed is not None:
-        dprobe = jnp.stack([*observed, largest_magnitude(grad)])
+        probe, *found = observed
+        dprobe = jnp.stack([*found, largest_magnitude(grad, finite=False)])
+        # The devices of a `shard_map` may share a state.
+        if shared := varying_axes(jax.typeof(dprobe)) - varying_axes(jax.typeof(probe)):
+            dprobe = lax.pmax(dprobe, tuple(sorted(shared)))
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
     return (dlhs, drhs), None, dseen, dprobe
 

@@ -137,7 +137,10 @@ def to_fp8(
     if isinstance(recipe, StaticScaling):
         amax = jnp.float32(getattr(recipe, f"{role}_max"))
     elif isinstance(recipe, DelayedScaling) and seen is not None:
-        amax = seen[ROLES.index(role)] * np.float32(2.0**recipe.margin)
+        # Of huge numbers the product would be inf, which has no scale.
+        amax = jnp.minimum(
+            seen[ROLES.index(role)] * np.float32(2.0**recipe.margin), _MOST
+        )
     else:
         amax, clip = largest_magnitude(x), False
     scale = power_of_two_scale(amax, form)
@@ -160,14 +163,14 @@ def _by_row(recipe: Recipe, role: str, given: Operand, backward: bool) -> Operan
     x, form = given.codes, recipe.form(role, backward=backward)
     if not form:
         return given
-    amax = largest_magnitude(x, given.summed)
     if form == "int8":
-        scale = integer_scale(amax)
+        # An integer cannot be inf or nan. Where a row holds one of them, its scale is one.
+        scale = integer_scale(largest_magnitude(x, given.summed, finite=False))
         noise = noise_of(x) if recipe.is_dithered(role) else None
         codes = mpx_round(x.astype(jnp.float32) * (1 / scale), noise, form)
         made = dataclasses.replace(given, codes=codes, scale=scale)
         return made if given.gathered else _summed_last_on_gpu(made)
-    scale = power_of_two_scale(amax, form)
+    scale = power_of_two_scale(largest_magnitude(x, given.summed), form)
     codes = quantize(x, scale, form, clip=False)
     return dataclasses.replace(given, codes=codes, scale=scale)
 
@@ -372,25 +375,28 @@ def _transpose_after_gather(
 _MANTISSA = 0x7FFFFF
 # Scale and inverse are both normal f32 numbers between these biased exponents.
 _LOWEST, _HIGHEST = 1, 253
+_MOST = np.finfo(np.float32).max
 
 
 def largest_magnitude(
-    x: Array, axes: Sequence[int] | None = None
+    x: Array, axes: Sequence[int] | None = None, *, finite: bool = True
 ) -> Float32[Array, "..."]:
-    """Returns the largest absolute value, 0 for an empty array, nan if there is one.
+    """Returns the largest absolute value, 0 for an empty array.
 
-    It is a scalar, or that over some axes, which are kept with length 1.
+    It is a scalar, or that over some axes, which are kept with length 1. By default it is
+    that of finite numbers: one inf or nan decides nothing about the scale of the others.
     """
-    over = None if axes is None else tuple(axes)
-    found = jnp.max(jnp.abs(x), axis=over, keepdims=over is not None, initial=0.0)
+    over, size = None if axes is None else tuple(axes), jnp.abs(x)
+    if finite:
+        size = jnp.where(size < jnp.inf, size, 0)
+    found = jnp.max(size, axis=over, keepdims=over is not None, initial=0.0)
     return found.astype(jnp.float32)
 
 
 def power_of_two_scale(amax: Array, form: str) -> Float32[Array, "..."]:
     """Returns the smallest power of two that brings `amax` into a format's range.
 
-    That is `2**ceil(log2(amax / max))`, computed exactly. A scale of 1 is returned for
-    0, inf and nan, so that these come through the cast as what they are.
+    That is `2**ceil(log2(amax / max))`, computed exactly. A scale of 1 is returned for 0.
     """
     mantissa, exponent = np.frexp(FORMATS[form].max)  # mantissa in [1/2, 1)
     limit = np.uint32(int((2 * mantissa - 1) * (_MANTISSA + 1)))

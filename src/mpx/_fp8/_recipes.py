@@ -16,12 +16,16 @@ class Recipe:
         since: The first compute capability that has units for it.
         multiple: What the sizes of a matmul must be multiples of.
         in_blocks: Whether numbers are scaled in blocks along the sum.
+        has_state: Whether scales come from an `Fp8State`.
+        longest: How many products may be added up; 0 for any number.
     """
 
     kind: ClassVar[str] = "fp8"
     since: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     in_blocks: ClassVar[bool] = False
+    has_state: ClassVar[bool] = False
+    longest: ClassVar[int] = 0
 
     @property
     def by_row(self) -> bool:
@@ -111,6 +115,8 @@ class DelayedScaling(Float8):
         >>> DelayedScaling(history=4).grad
         'e5m2'
     """
+
+    has_state: ClassVar[bool] = True
 
     history: int = 16
     margin: int = 0
@@ -209,6 +215,8 @@ class Int8(Recipe):
 
     kind: ClassVar[str] = "int8"
     since: ClassVar[tuple[int, int]] = (7, 5)
+    # The sum of this many products is below 2³¹.
+    longest: ClassVar[int] = (2**31 - 1) // 127**2
 
     backward: bool = True
     rounding: str = "stochastic"
@@ -225,7 +233,8 @@ class Int8(Recipe):
         return "" if backward and not self.backward else "int8"
 
     def is_dithered(self, role: str) -> bool:
-        return role == "grad" and self.rounding == "stochastic"
+        is_drawn = self.backward and self.rounding == "stochastic"
+        return role == "grad" and is_drawn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

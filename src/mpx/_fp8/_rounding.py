@@ -21,10 +21,7 @@ _TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
 
 
 def integer_scale(amax: Array) -> Float32[Array, "..."]:
-    """Returns `amax / 127`, at least 2⁻¹²⁶.
-
-    An integer cannot be inf or nan. Where a row holds one of them, its scale is one.
-    """
+    """Returns `amax / 127`, at least 2⁻¹²⁶."""
     # XLA replaces a division by this product in some programs only: ties would differ.
     return jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)
 

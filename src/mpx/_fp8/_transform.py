@@ -18,14 +18,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx._amp._call import call_through, parse_params, trace
+from mpx._amp._call import call_through, trace
 from mpx._amp._emit import Autocast
 from mpx._amp._facts import current_recording
+from mpx._amp._roles import parse_params
+from mpx._amp._rules import AmpRules, as_compute_dtype
 from mpx._casting._context import (
+    amp_reduce,
+    arguments_cast_to,
     autocast_of,
     gradient_function,
     in_shards,
-    reducing_in,
     refuse_cast_arguments,
     signature_after,
 )
@@ -43,7 +46,7 @@ from mpx._fp8._recipes import (
     StaticScaling,
     as_recipe,
 )
-from mpx._fp8._visitor import Fp8, Fp8InAmp
+from mpx._fp8._visitor import Fp8Autocast
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_real, check_value
 from mpx._jax._compat import is_batched
@@ -99,15 +102,14 @@ def fp8(
 ) -> PyTree:
     """Runs the linear layers of a function in 8-bit floating point.
 
-    The function is not edited. It is traced, and its matmuls with a parameter run on
-    8-bit operands, forward and backward. A matmul is changed if exactly one operand comes
-    from the parameters, both are bf16 or f16, all its dimensions are multiples of 16, and
-    it is large enough to gain. The rest stays as it is: attention products, embeddings,
-    heads, routers, norms. `mpx.inspect.report` tells what is changed and
-    `mpx.inspect.fp8_check` whether it was compiled to fp8 kernels.
+    The function is not edited. It is traced and runs under `amp`, but its matmuls with a
+    parameter run on 8-bit operands, forward and backward. A matmul is changed if exactly
+    one operand comes from the parameters, `amp` runs it in 16 bits, all its dimensions are
+    multiples of 16, and it is large enough to gain. The rest stays as under `amp`: attention
+    products, embeddings, heads, routers, norms. `mpx.inspect.report` tells what is changed
+    and `mpx.inspect.fp8_check` whether it was compiled to fp8 kernels.
 
-    If the parameters and all matmuls with them are f32, the function runs under `amp` in
-    bf16 first, as in `fp8(amp(loss))`; write that to choose `amp`'s arguments.
+    `fp8(loss)` is `fp8(amp(loss))`; write that to choose `amp`'s arguments.
 
     With `DelayedScaling` the returned function takes an `Fp8State` as its first
     argument, before those of `func`; its method `init(*args)` makes one.
@@ -140,8 +142,8 @@ def fp8(
         NotImplementedError: For `MXFP8` and `NVFP4` on hardware without units for it.
 
     Warns:
-        RuntimeWarning: Under `jax.vmap`, on GPUs without units for the recipe, around a
-            gradient, and if all linear layers were asked to run in f32.
+        RuntimeWarning: If nothing is changed, under `jax.vmap`, around a gradient, and on
+            GPUs without units for the recipe.
 
     Examples:
         >>> loss = lambda params, x: jnp.sum(x @ params["w"])
@@ -162,13 +164,16 @@ def fp8(
     chosen = Selection(
         recipe=as_recipe(recipe),
         params=parse_params(params),
-        keep=parse_selectors(keep, "keep"),
-        include=parse_selectors(include, "include"),
+        keep=parse_selectors(keep, "keep", _PREDICATE),
+        include=parse_selectors(include, "include", _PREDICATE),
         min_gain=gain,
     )
     if func is None:
         return functools.partial(Fp8Function, chosen=chosen)
     return Fp8Function(func, chosen)
+
+
+_PREDICATE = "of a matmul, `(matmul) -> bool`"
 
 
 class Fp8Function(Generic[P, R]):
@@ -212,7 +217,7 @@ class Fp8Function(Generic[P, R]):
         recipe, first = self.chosen.recipe, (*args, None)[0]
         if current_recording() is not None and not isinstance(first, Fp8State):
             # A report needs no state, and is about hardware that may not be here.
-            return call_through(self.visitor(), self.func, args, kwargs)
+            return self._run(None, self.func, args, kwargs)
         check_supported(recipe)
         _warn_of_hardware(recipe)
         _warn_of_vmap((args, kwargs))
@@ -233,53 +238,43 @@ class Fp8Function(Generic[P, R]):
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
     ) -> PyTree:
-        layers = visitor = self.visitor()
-        layers.scales = scales
-        autocast = self._autocast(func, args, kwargs) if scales is None else None
-        if autocast is not None:
-            refuse_cast_arguments()
-            func = getattr(func, "mpx_under_amp")[1]  # noqa: B009
-            names = "dtype", "rules", "reduce", "attention", "narrow_carry"
-            options = {name: getattr(autocast, name) for name in names}
-            visitor = Fp8InAmp(layers=layers, **options)
-            layers.found = visitor.found
+        visitor, inner = self.visitor(func)
+        visitor.scales = scales
         # What was rewritten for one dtype is not for another.
-        key = autocast and (autocast.dtype, autocast.reduce)
-        eager = self._eager.setdefault(key, {}) if scales is None else None
-        out = call_through(visitor, func, args, kwargs, eager=eager)
-        found = {key: probe.shape[:-1] for key, (_, probe) in (scales or {}).items()}
-        check_keys(layers.wanted, found)
-        _warn_of_found(layers)
+        key, eager = (visitor.dtype, visitor.reduce), None
+        if scales is None:
+            eager = self._eager.setdefault(key, {})
+        out = call_through(visitor, inner, args, kwargs, eager=eager)
+        if scales is not None:
+            found = {path: probe.shape[:-1] for path, (_, probe) in scales.items()}
+            check_keys(visitor.wanted, found)
         return out
 
-    def _autocast(
-        self, func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: PyTree
-    ) -> Autocast | None:
-        """Returns the visitor of `amp`, if both see the same and one pass does for both."""
+    def visitor(
+        self, func: Callable[..., PyTree] | None = None
+    ) -> tuple[Fp8Autocast, Callable[..., PyTree]]:
+        """Returns a visitor for one call, and what it visits: the function under `amp`."""
+        func, recording = func or self.func, current_recording()
         wrapper, inner = getattr(func, "mpx_under_amp", (None, None))
-        if wrapper is not func or self.chosen.params is not None:
-            return None
-        found: Autocast = getattr(wrapper, "mpx_autocast")()  # noqa: B009
-        rules = found.rules
-        if found.params is not None or not rules.is_plain or rules.keep or rules.params:
-            return None
-        trees = (inner, *args, *kwargs.values())
-        is_leaf = lambda x: is_array(x) or _nnx.is_nnx(x)  # noqa: E731
-        held = [y for x in trees if not is_array(x) for y in jax.tree.leaves(x)]
-        return found if any(map(is_leaf, held)) else None
-
-    def visitor(self) -> Fp8:
-        """Returns a visitor for one call."""
-        recording, autocast = current_recording(), autocast_of(self.func)
+        if wrapper is func:
+            refuse_cast_arguments()
+            autocast: Autocast = getattr(wrapper, "mpx_autocast")()  # noqa: B009
+        else:
+            given = arguments_cast_to.value  # the dtype of a policy, if there is one
+            dtype = given if given.itemsize == 2 else None
+            chosen, reduce = as_compute_dtype(dtype), amp_reduce(None)
+            inner = func
+            autocast = Autocast(dtype=chosen, reduce=reduce, rules=AmpRules())
+        names = "dtype", "rules", "reduce", "attention", "narrow_carry", "params"
+        options = {name: getattr(autocast, name) for name in names}
+        if self.chosen.params is not None:
+            options["params"] = self.chosen.params
+        visitor = Fp8Autocast(chosen=self.chosen, **options)
         if recording is not None:
+            visitor.decisions, visitor.matmuls = recording.decisions, recording.matmuls
+            recording.casts.append((visitor.dtype, visitor.rules))
             recording.recipes.append(self.chosen.recipe)
-        return Fp8(
-            chosen=self.chosen,
-            matmuls=None if recording is None else recording.matmuls,
-            params=self.chosen.params,
-            reduce=reducing_in.value if autocast is None else autocast().reduce,
-            may_cast=autocast is None,
-        )
+        return visitor, inner
 
     def init(
         self, *args: object, scaling: LossScaling | float = 1.0, **kwargs: object
@@ -313,8 +308,8 @@ class Fp8Function(Generic[P, R]):
                 f"`{type(recipe).__name__}` keeps no state: call the function itself. "
                 "Only `DelayedScaling` has one."
             )
-        visitor, last = self.visitor(), (recipe.history, 3)
-        trace(visitor, self.func, args, kwargs)
+        (visitor, inner), last = self.visitor(), (recipe.history, 3)
+        trace(visitor, inner, args, kwargs)
         keys = visitor.wanted.items()
         state = Fp8State({x: jnp.zeros((*n, *last), jnp.float32) for x, n in keys})
         leaves = jax.tree.leaves((args, kwargs))
@@ -369,21 +364,4 @@ def _warn_of_vmap(arguments: PyTree) -> None:
             "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
             "which takes more time and memory than bf16. Put it outside: "
             "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
-        )
-
-
-def _warn_of_found(visitor: Fp8) -> None:
-    found = [x for x in visitor.found if isinstance(x, tuple)]  # `amp` has notes, too
-    kinds = {kind for kind, _ in found}
-    if "gradient" in kinds:
-        warn(
-            "`fp8` is around a gradient, and sees only a part of its matmuls: those that "
-            "make the gradients of parameters stay in 16 bits, and the formats are those "
-            "of a forward pass. Take the gradient of its result: `jax.grad(fp8(loss))`."
-        )
-    if "f32" in kinds and "fp8" not in kinds and not visitor.is_cast:
-        name = min(name for kind, name in found if kind == "f32")
-        warn(
-            f"`fp8` changed nothing: the matmuls with parameters, such as `{name}`, are "
-            "f32. Remove the casts to f32, or the rules of `amp` that keep it."
         )

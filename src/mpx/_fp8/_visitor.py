@@ -1,8 +1,6 @@
-"""The visitor: runs the matmuls with a parameter in 8 bits, and all else as written.
+"""The visitor: that of `amp`, which runs the matmuls with a parameter in 8 bits."""
 
-Beside a value it keeps its source: which parameters it is computed from, if only they are.
-"""
-
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -15,52 +13,41 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._call import run_traced
 from mpx._amp._decide import Choice
-from mpx._amp._decide import is_low_ragged as is_low
-from mpx._amp._emit import Autocast, low_operands, multiply
-from mpx._amp._facts import CONSTANT, DATA, Source, argument, closed_over, follow, join
+from mpx._amp._emit import Autocast, low_operands
+from mpx._amp._facts import DATA, Source
 from mpx._amp._hints import exchanged, outputs_first
-from mpx._amp._rules import AmpRules
-from mpx._casting._context import COMPUTE, Reduce, plain_matmuls, weight_grad_dtype
+from mpx._amp._rules import Rule
+from mpx._casting._context import AMP_SCOPE, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import FP8_SCOPE, KEPT_SCOPE
 from mpx._casting._select import check_selectors
 from mpx._fp8._blocks import block_dot
 from mpx._fp8._decide import (
-    LINEAR,
+    HEAD,
+    ROUTER,
+    TABLE,
     Matmul,
+    Readers,
     Selection,
-    Study,
+    Tables,
+    Uses,
+    reason_by_kind,
     reason_to_keep,
     sizes,
-    study,
 )
 from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import MatmulSpec
-from mpx._fp8._recipes import DelayedScaling
 from mpx._jax._compat import (
-    eval_equation,
     has_explicit_axes,
     hi_remat,
     is_transposed,
-    open_jaxpr,
     source_frames,
 )
 from mpx._jax._formats import short_name
+from mpx._jax._warn import warn
 from mpx._program import HANDLERS
-from mpx._program._flow import after
-from mpx._program._interpreter import (
-    Frame,
-    Kind,
-    Op,
-    Outcome,
-    Scopes,
-    Traced,
-    Transformation,
-    Values,
-    arrays_of,
-)
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Traced, Values
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
@@ -74,7 +61,6 @@ from mpx._program._queries import (
     holds,
     walk_inside,
 )
-from mpx._wire._product import multiply_for
 
 # `dot_general` is changed, the others are listed in the report.
 _MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED))
@@ -82,88 +68,91 @@ _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Fp8(Transformation):
-    """One call of a function under `fp8`.
+class Fp8Autocast(Autocast):
+    """One call of a function under `fp8`: that of `amp`, with some matmuls in 8 bits.
 
-    `found` holds ("fp8", "") and ("f32", parameter) for what was met.
+    `found` also holds (reason, parameter) for each matmul with one; the reason of those in 8
+    bits is "".
 
     Attributes:
-        purposes: Parameters that stay as they are, and why: see `study`.
-        reduce: In which dtype weight gradients leave their matmuls.
-        may_cast: Whether a function whose matmuls are f32 is run in bf16.
-        is_cast: Whether it was.
         matmuls: Where matmuls are recorded, for a report.
         scales: The delayed scales that the running body may need; `None` to find out.
         wanted: The keys of delayed scales, with the lengths of the scans around them.
         counts: How many matmuls with delayed scales were met, by parameter.
+        tables: The parameters that are embedding tables.
     """
 
-    unknown: ClassVar[Source] = DATA
     takes_bare_params: ClassVar[bool] = True
 
     chosen: Selection
-    purposes: dict[str, str] = dataclasses.field(default_factory=dict)
-    reduce: Reduce = None
-    may_cast: bool = True
-    is_cast: bool = False
     matmuls: list[Matmul] | None = None
     scales: Scales | None = None
     wanted: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
     lengths: tuple[int, ...] = ()  # of the scans around the running body
+    # By the `id` of an equation, what was counted and recorded before it: `amp` may visit its
+    # body several times, and the last one holds
+    _starts: dict[int, tuple[dict[str, int], int]] = dataclasses.field(
+        default_factory=dict
+    )
+    _has_params: bool = True
+    _shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    _gradients: frozenset[Any] = frozenset()  # the shapes of what may be one
     _delayed: bool = True
+    _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
+    # What reads the values of the running body, and those that it returns
+    _readers: Readers = dataclasses.field(default_factory=Readers)
+    _uses: dict[Any, Uses] = dataclasses.field(default_factory=dict)
+    _results: tuple[Uses, ...] = ()
 
     # --- the function -----------------------------------------------------------------
 
     @property
     def kept_types(self) -> tuple[type, ...]:
         """The types whose calls run as they are written."""
-        return tuple(x for x in self.chosen.keep if isinstance(x, type))
+        own = tuple(x for x in self.chosen.keep if isinstance(x, type))
+        return (*own, *super().kept_types)
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:
         return plain_matmuls()
 
-    def argument_fact(self, name: str, is_param: bool, leaf: PyTree) -> Source:
-        return argument(name, leaf, is_param=is_param)
-
-    def literal_fact(self, atom: PyTree) -> Source:
-        return CONSTANT
-
-    def constant_fact(self, value: PyTree) -> Source:
-        return closed_over(value)
-
     def start(self, traced: Traced) -> Traced:
-        """Returns the function, cast by `amp` to bf16 if it was written in f32."""
-        found, pairs = (
-            self.look_at(traced),
-            zip(traced.named, traced.arrays, strict=True),
-        )
-        stored = {leaf.dtype for (name, _), leaf in pairs if name in found.layers}
-        if not self.may_cast or stored | found.dtypes != {np.dtype(np.float32)}:
-            return traced
-        self.is_cast = True
-        bf16 = np.dtype(jnp.bfloat16)
-        amp = Autocast(dtype=bf16, rules=AmpRules(), cache=self.cache, reduce=COMPUTE)
-
-        def run(*arrays: Any) -> Values:
-            return run_traced(amp, traced._replace(arrays=list(arrays)))
-
-        jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)(*traced.arrays))
-        return traced._replace(jaxpr=jaxpr, consts=consts)
-
-    def look_at(self, traced: Traced) -> Study:
-        """Finds what the parameters of a function are for, and what the user selects."""
+        """Finds the embedding tables, and what the user selects."""
         self._check_selectors(traced)
-        pairs = [*zip(traced.named, traced.arrays, strict=True)]
-        facts = [self.argument_fact(*named, leaf) for named, leaf in pairs]
-        found = study(traced.jaxpr, dict(zip(traced.jaxpr.invars, facts, strict=True)))
-        self.purposes = found.purposes
-        # Of a gradient the results have the shapes of the parameters, too.
-        shapes = {x.shape for (name, _), x in pairs if name in found.layers}
-        returned = shapes and shapes <= {x.aval.shape for x in traced.jaxpr.outvars}
+        traced = super().start(traced)
+        self._has_params, shapes = traced.has_params, [x.shape for x in traced.arrays]
+        self._shapes = dict(zip((x for x, _ in traced.named), shapes, strict=True))
+        returned = {x.aval.shape for x in traced.jaxpr.outvars} & {*shapes}
         if returned and any(map(is_transposed, equations(traced.jaxpr))):
-            self.found.add(("gradient", ""))
-        return found
+            self._gradients = frozenset(returned)
+        if holds(traced.jaxpr, ("gather",)):
+            tables, named = Tables(self), zip(traced.named, traced.arrays, strict=True)
+            facts = [*map(self.constant_fact, traced.consts)]
+            facts += [self.argument_fact(*x, leaf) for x, leaf in named]
+            variables = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
+            tables.run(traced.jaxpr, dict(zip(variables, facts, strict=True)))
+            self.tables = frozenset(tables.found)
+        self._results = (frozenset(),) * len(traced.jaxpr.outvars)
+        return traced
+
+    def finish(self, outs: Values) -> Values:
+        """Warns if nothing was changed, and around a gradient."""
+        notes = [x for x in self.found if isinstance(x, tuple)]  # `amp` has others
+        # Of a gradient the results have the shapes of the parameters, too.
+        shapes = {self._shapes[name] for _, name in notes if name in self._shapes}
+        if shapes and shapes <= self._gradients:
+            warn(_GRADIENT)
+        elif self._has_params and self.matmuls is None and "" not in dict(notes):
+            notes = [x for x in notes if x[1]] or notes
+            reasons = collections.Counter(reason for reason, _ in notes)
+            often = max(reasons, key=lambda x: (reasons[x], x), default="there is none")
+            such = min((name for reason, name in notes if reason == often), default="")
+            what = f"matmuls such as that with `{such}`" if such else "all matmuls"
+            warn(_NOTHING.format(what=what, reason=often))
+            self.found.discard("highest")  # of which `amp` would warn
+        self._readers.clear()  # derivative rules, which JAX keeps, refer to the visitor
+        return super().finish(outs)
 
     def _check_selectors(self, traced: Traced) -> None:
         """Raises for strings and types of the user that select nothing."""
@@ -181,42 +170,63 @@ class Fp8(Transformation):
 
     # --- equations --------------------------------------------------------------------
 
-    def equation(self, op: Op) -> Outcome:
-        """Runs one equation; a matmul in 8 bits if it may."""
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[PyTree],
+        args: Sequence[PyTree],
+        facts: Sequence[Source],
+        scopes: Scopes,
+    ) -> Outcome:
+        outer = self._uses
+        self._uses = self._readers.of(jaxpr, self._results) if self._is_open else {}
+        try:
+            return super().run(jaxpr, consts, args, facts, scopes)
+        finally:
+            self._uses = outer
+
+    def emit(self, op: Op, choice: Choice) -> Values | Outcome:
+        """Runs an equation as it was decided, or in 8 bits."""
         eqn, name = op.eqn, op.eqn.primitive.name
-        if name in LINEAR:
-            return self._dot(op), self._after(eqn, op.facts)
-        # A report looks for more than what is changed.
-        wanted = LINEAR if self.matmuls is None else _MULTIPLIES
-        if _may_enter(eqn) and holds(eqn, wanted):
-            return HANDLERS[name](self, op)
-        if self.matmuls is not None:
-            self._record(op)
-        return eval_equation(eqn, op.values), self._after(eqn, op.facts)
+        if not self._is_open:
+            return super().emit(op, choice)
+        if name == "dot_general":
+            return self._dot(op, choice)
+        if _may_enter(eqn):
+            if name != "cond":
+                self._starts[id(eqn)] = dict(self.counts), len(self.matmuls or ())
+            # A report looks for more than what is changed.
+            wanted = ("dot_general",) if self.matmuls is None else _MULTIPLIES
+            if choice.how == "original" and holds(eqn, wanted):
+                return HANDLERS[name](self, op)  # whose equations are decided in turn
+        else:
+            if name in _MULTIPLIES:
+                self.found.add((reason_by_kind(name, self.chosen), ""))
+            elif name in HANDLERS and holds(eqn, ("dot_general",)):
+                self.found.add((_INSIDE.format(name=name), ""))
+            if self.matmuls is not None:
+                self._record(op)
+        return super().emit(op, choice)
 
-    def _after(self, eqn: Equation, facts: list[Source]) -> list[Source]:
-        """Returns the sources of the results of an equation that runs as written."""
-        return list(after(eqn, facts, follow, self.literal_fact, DATA))
-
-    def _dot(self, op: Op) -> Values:
-        matmul = self.judge(op)
-        if matmul.reason:
-            return self._kept(op)
-        return self.multiply(op, op.values, matmul.param, self.frame)
-
-    def judge(self, op: Op, low: np.dtype | None = None) -> Matmul:
-        """Decides about a matmul, whose operands may be cast to a dtype before."""
-        times = math.prod(self.lengths)
-        matmul = self._describe(op.eqn, op.facts, op.scopes, times, low)
+    def _dot(self, op: Op, choice: Choice) -> Values | Outcome:
+        is_cast, eqn = choice.how == "matmul", op.eqn
+        dtypes = [var.aval.dtype for var in (*eqn.invars[:2], eqn.outvars[0])]
+        if is_cast:
+            dtypes = [self.dtype] * 3
+        is_kept = choice.how == "original" and AMP_SCOPE not in op.scopes
+        kept = choice.reason if is_kept else ""
+        matmul = self._describe(op, dtypes, math.prod(self.lengths), kept)
         if self.matmuls is not None:
             self.matmuls.append(matmul)
+        self.found.add((matmul.reason, matmul.param))
         if not matmul.reason:
-            self.found.add(("fp8", ""))
-        elif matmul.param and matmul.dtype == "f32":
-            self.found.add(("f32", matmul.param))
-        return matmul
+            values = low_operands(self, op)[0] if is_cast else op.values
+            return self.multiply(op, values, matmul.param)
+        if AMP_SCOPE in op.scopes and {*dtypes} == {self.dtype}:
+            choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
+        return super().emit(op, choice)
 
-    def multiply(self, op: Op, values: Values, param: str, frame: Frame) -> Values:
+    def multiply(self, op: Op, values: Values, param: str) -> Values:
         """Runs a matmul of 16-bit operands in 8 bits."""
         eqn = op.eqn
         lhs, rhs = (jnp.asarray(value) for value in values)
@@ -242,40 +252,19 @@ class Fp8(Transformation):
                 out = block_dot(spec, lhs, rhs)
             else:
                 seen, probe = self._next_scale(param)
-                out = fp8_dot(spec, lhs, rhs, seen, probe, shared=frame.made)
+                out = fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)
             return [outputs_first(out) if turned else out]
 
-    def _kept(self, op: Op) -> Values:
-        """Runs a matmul as it is written."""
-        eqn, values = op.eqn, arrays_of(op.values)
-        low = values[0].dtype
-        dtypes = {values[1].dtype, eqn.outvars[0].aval.dtype, low}
-        sides = [i for i, fact in enumerate(op.facts[:2]) if fact.is_weight]
-        if dtypes in ({np.dtype(jnp.bfloat16)}, {np.dtype(np.float16)}) and sides:
-            grads = {i: weight_grad_dtype(self.reduce, values[i], low) for i in sides}
-            wide = {i: (values[i], x) for i, x in grads.items() if x != low}
-            if wide:
-                return [multiply_for(eqn, values, wide)]
-        if is_low(eqn):
-            return multiply(eqn, values, eqn.outvars[0].aval.dtype)
-        return eval_equation(eqn, values)
-
     def _describe(
-        self,
-        eqn: Equation,
-        facts: Sequence[Source],
-        scopes: Scopes,
-        times: int,
-        low: np.dtype | None = None,
+        self, op: Op, dtypes: Sequence[np.dtype], times: int, kept: str = ""
     ) -> Matmul:
-        weights = [fact for fact in facts[:2] if fact.is_weight]
+        eqn, facts, scopes, chosen = op.eqn, op.facts[:2], op.scopes, self.chosen
+        weights = [fact for fact in facts if fact.is_weight]
         frames = () if self.matmuls is None else source_frames(eqn)
-        atoms = (*eqn.invars[:2], eqn.outvars[0])
-        dtypes = [low or np.dtype(var.aval.dtype) for var in atoms]
         shape, count = sizes(eqn)
         matmul = Matmul(
             param=(weights[0].name or "") if len(weights) == 1 else "",
-            scope="/".join(scopes),
+            scope="/".join(scope for scope in scopes if scope != AMP_SCOPE),
             source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
             shape=shape,
             times=times * count,
@@ -283,48 +272,57 @@ class Fp8(Transformation):
             reason="",
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
-            format=self.chosen.recipe.kind,
+            format=chosen.recipe.kind,
         )
-        read = set().union(*(fact.names for fact in weights)) & self.purposes.keys()
-        purpose = self.purposes[min(read)] if read else ""
-        are_params = [fact.is_weight for fact in facts[:2]]
-        reason = reason_to_keep(
-            eqn, dtypes, are_params, matmul, purpose=purpose, chosen=self.chosen
-        )
+        uses = self._uses.get(eqn.outvars[0], frozenset())
+        if any(fact.names & self.tables for fact in weights):
+            uses |= {TABLE}
+        purpose = next((x for x in (TABLE, HEAD, ROUTER) if x in uses), "")
+        are_params = [fact.is_weight for fact in facts]
+        options = {"purpose": purpose, "kept": kept, "chosen": chosen}
+        reason = reason_to_keep(eqn, dtypes, are_params, matmul, **options)
         return matmul._replace(reason=reason)
 
     def _record(self, op: Op) -> None:
-        """Records the matmuls in an equation that runs as written."""
+        """Records the matmuls in an equation that runs as `amp` decides."""
         assert self.matmuls is not None
         eqn, count = op.eqn, math.prod(self.lengths)
+        dtypes = lambda eqn: [x.aval.dtype for x in (*eqn.invars[:2], eqn.outvars[0])]  # noqa: E731
         if eqn.primitive.name in _MULTIPLIES:
-            self.matmuls.append(self._describe(eqn, op.facts, op.scopes, count))
-        reason = f"inside {eqn.primitive.name}, which runs as written"
+            self.matmuls.append(self._describe(op, dtypes(eqn), count))
+        reason = _INSIDE.format(name=eqn.primitive.name)
         for inner, scopes, times, _ in walk_inside(Position(eqn, op.scopes, count)):
             if inner.primitive.name in _MULTIPLIES:
-                unknown = [self.unknown] * len(inner.invars)
-                found = self._describe(inner, unknown, scopes, times)
+                unknown = Op(inner, [], [DATA] * len(inner.invars), scopes)
+                found = self._describe(unknown, dtypes(inner), times)
                 self.matmuls.append(found._replace(reason=reason))
+
+    def tell(self, eqn: Equation, scopes: Scopes, **fields: Any) -> None:
+        super().tell(eqn, scopes, **fields)
+        if self.matmuls is None or fields.get("primitive") not in ATTENTION:
+            return
+        # Attention that was recognised: it has no equation.
+        assert self.decisions is not None
+        told, times = self.decisions[-1], math.prod(self.lengths)
+        (batch, rows, heads, size), (_, keys, *_), _ = told.shapes
+        count = ATTENTION[told.primitive] * batch * heads * times
+        kind, dtype = self.chosen.recipe.kind, short_name(self.dtype)
+        reason = reason_by_kind(told.primitive, self.chosen)
+        place = ("", told.scope, told.source, (rows, size, keys), count, dtype)
+        flops = told.flops * times
+        self.matmuls.append(Matmul(*place, reason, flops, told.primitive, kind))
 
     # --- bodies -----------------------------------------------------------------------
 
-    def fact_inside(self, fact: Source, var: PyTree, kind: Kind) -> Source:
-        return DATA if kind in ("carry", "tangent") else fact
-
-    def result_facts(
-        self, outs: Sequence[Any], known: Sequence[Source]
-    ) -> list[Source]:
-        return list(known)
-
-    def join_facts(self, facts: Sequence[Source]) -> Source:
-        return join(facts)
-
-    def more_inputs(self, op: Op) -> Scales:
+    def more_inputs(self, op: Op) -> Scales | None:
         """Returns the delayed scales that an equation's body may need.
 
         They are those of all further matmuls with its parameters. A scan takes those of its
         own length.
         """
+        if not self.chosen.recipe.has_state:
+            return None
+        self._restart(op.eqn)
         found: Scales = {}
         length = op.eqn.params["length"] if op.eqn.primitive.name == "scan" else None
         for name in sorted({x.name for x in op.facts if x.is_weight and x.name}):
@@ -336,80 +334,58 @@ class Fp8(Transformation):
                 found[_key(name, number)] = item
         return found
 
+    def _restart(self, eqn: Equation) -> None:
+        """Forgets what an earlier visit of the body of an equation has counted."""
+        if id(eqn) in self._starts:
+            counts, seen = self._starts[id(eqn)]
+            self.counts = dict(counts)
+            del (self.matmuls or [])[seen:]
+
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Scales | None) -> Iterator[None]:
-        """Enters a body with the delayed scales that belong there."""
-        before = self.lengths, self._delayed, self.scales
+        """Enters a body with what belongs there."""
+        names = ("lengths", "scales", "_delayed", "_is_open", "_results")
+        before = {name: getattr(self, name) for name in names}
         name = eqn.primitive.name
+        self._restart(eqn)
         if name == "scan":
             self.lengths += (eqn.params["length"],)
         # Each device scales what it holds: delayed scales would need a maximum over
         # devices, where the gradient of a shared value is a sum.
         self._delayed &= name != "shard_map"
         self.scales = None if self.scales is None else more or {}
+        if self._is_open:
+            self._results = self._readers.inside(eqn, self._uses)
+        self._is_open &= _may_enter(eqn)
         try:
-            yield
+            with super().inside(eqn, more):
+                yield
         finally:
-            self.lengths, self._delayed, self.scales = before
+            for name, value in before.items():
+                setattr(self, name, value)
 
-    def cache_key(self, more: Scales | None) -> tuple[PyTree, ...] | None:
-        is_delayed = isinstance(self.chosen.recipe, DelayedScaling)
-        if self.matmuls is not None or (is_delayed and self.scales is None):
+    def cache_key(
+        self, eqn: Equation, more: Scales | None
+    ) -> tuple[PyTree, ...] | None:
+        is_first = self.chosen.recipe.has_state and self.scales is None
+        if self.matmuls is not None or is_first:
             return None  # what is cached is not visited
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
-        return tuple(self.counts.items()) if more else (), self._delayed
+        counts = tuple(self.counts.items()) if more else ()
+        uses = self._readers.inside(eqn, self._uses) if self._is_open else ()
+        own = (self._is_open, self._delayed, self.lengths, self.tables)
+        return (*super().cache_key(eqn, more), *own, uses, counts)
 
     def _next_scale(self, param: str) -> tuple[Any, Any]:
         """Returns maxima seen before and probe of the next matmul with a parameter."""
-        if not isinstance(self.chosen.recipe, DelayedScaling) or not self._delayed:
+        if not self.chosen.recipe.has_state or not self._delayed:
             return None, None
         number = self.counts.get(param, 0)
         self.counts[param], key = number + 1, _key(param, number)
         self.wanted[key] = self.lengths
         found = (self.scales or {}).get(key)
         return found if found is not None and found[1].ndim == 1 else (None, None)
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Fp8InAmp(Autocast):
-    """`fp8` and `amp` in one pass; otherwise `fp8` reads what `amp` wrote, in another."""
-
-    layers: Fp8
-    _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
-
-    @property
-    def kept_types(self) -> tuple[type, ...]:
-        """The types whose calls run as they are written."""
-        return self.layers.kept_types
-
-    def start(self, traced: Traced) -> Traced:
-        """Finds what the parameters are for."""
-        self.layers.look_at(traced)
-        return super().start(traced)
-
-    def emit(self, op: Op, choice: Choice) -> Values | Outcome:
-        """Runs an equation as it was decided, or in 8 bits."""
-        if op.eqn.primitive.name == "dot_general" and self._is_open:
-            is_cast = choice.how == "matmul"
-            matmul = self.layers.judge(op, self.dtype if is_cast else None)
-            if not matmul.reason:
-                values = low_operands(self, op)[0] if is_cast else op.values
-                return self.layers.multiply(op, values, matmul.param, self.frame)
-        return super().emit(op, choice)
-
-    @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: object) -> Iterator[None]:
-        outer = self._is_open
-        self._is_open &= _may_enter(eqn)
-        try:
-            with self.layers.inside(eqn, None), super().inside(eqn, more):
-                yield
-        finally:
-            self._is_open = outer
-
-    def cache_key(self, more: object) -> tuple[PyTree, ...]:
-        return (*super().cache_key(more), self._is_open, self.layers.lengths)
 
 
 def _may_enter(eqn: Equation) -> bool:
@@ -425,3 +401,16 @@ def _key(param: str, number: int) -> str:
     around a layer, or another JAX, leaves a saved state usable.
     """
     return f"{param}:{number}"
+
+
+_INSIDE = "inside {name}, which runs as written"
+_GRADIENT = (
+    "`fp8` is around a gradient, and sees only a part of its matmuls: those that make the "
+    "gradients of parameters stay in 16 bits, and the formats are those of a forward pass. "
+    "Take the gradient of its result: `jax.grad(fp8(loss))`."
+)
+_NOTHING = (
+    "`fp8` changed nothing: {what} stay as they are ({reason}). `mpx.inspect.report` gives "
+    "the reason for each. Change the model or the options, such as `min_gain`, or leave "
+    "`fp8` out."
+)

@@ -292,6 +292,7 @@ class Step:
 
     def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
+        first = scaling.loss_scaling
         result, scaling, finite = self._attempt(scaling)
         state, scales, retry = self.call.state, self._scales, self.options.retry
         if retry and self.options.mixed:
@@ -305,6 +306,8 @@ class Step:
             # A skipped step leaves no trace: running statistics of an overflow are overflow.
             after = select_tree(finite, after, self.call.comparable(state, after))
         if scales is not None:
+            # Maxima of gradients grow with the scale. What was observed has the new one.
+            scales = scales.rescaled(scaling.loss_scaling / first)
             fp8 = select_tree(finite, scales.update(result.observed), scales)
         grads = result.grads if self.options.several else result.grads[0]
         aux = self.commit(result.aux, after)
@@ -322,7 +325,11 @@ class Step:
         if not self.options.mixed:
             return result, scaling, jnp.array(True)
         finite = all_finite((grads, result.value)) & ~result.spoilt
-        return result, scaling.adjust(finite), finite
+        new = scaling.adjust(finite)
+        if result.observed is not None:
+            growth = new.loss_scaling / scaling.loss_scaling
+            result = result._replace(observed=result.observed.rescaled(growth))
+        return result, new, finite
 
     def _reduced(self, result: Evaluation, axis_name: AxisName) -> Evaluation:
         """Reduces loss and gradients over devices, in the policy's `reduce_dtype`."""

@@ -85,7 +85,11 @@ def tracer_type(transform: str) -> type:
         seen.append(type(x))
         return x
 
-    calls = {"grad": lambda x: jax.vjp(see, x)[0], "vmap": jax.vmap(see)}
+    calls = {
+        "grad": lambda x: jax.vjp(see, x)[0],
+        "jvp": lambda x: jax.jvp(see, (x,), (x,))[0],
+        "vmap": jax.vmap(see),
+    }
     jax.eval_shape(calls[transform], _ARGUMENT)
     return seen[0]
 
@@ -102,9 +106,24 @@ def is_tracer(x: object) -> bool:
     return isinstance(x, Tracer)
 
 
+def variable_of(x: object) -> Any:
+    """Returns the variable that a tracer of `jax.make_jaxpr` is in the jaxpr."""
+    found = getattr(x, "val", None)
+    return (
+        found if hasattr(found, "aval") and not isinstance(found, jax.Array) else None
+    )
+
+
 def is_batched(x: object) -> bool:
     """Returns whether `x` is a value inside a `jax.vmap`."""
     return isinstance(x, tracer_type("vmap"))
+
+
+def is_differentiated(x: object) -> bool:
+    """Returns whether `x` is seen to be differentiated: no `jax.jit` may lie between."""
+    while isinstance(x, tracer_type("vmap")):
+        x = getattr(x, "val", None)
+    return isinstance(x, (tracer_type("grad"), tracer_type("jvp")))
 
 
 def nothing_is_traced() -> bool:
@@ -241,6 +260,12 @@ def hi_has_tangents(eqn: Any) -> bool:
     return "bwd" not in primitive.params and kind.jvp is not kind.__mro__[-2].jvp
 
 
+def has_linearization(eqn: Any) -> bool:
+    """Returns whether JAX linearizes an equation: some high-level ones have a vjp only."""
+    kind = type(eqn.params.get("_prim"))
+    return not hasattr(kind, "lin") or kind.lin is not kind.__mro__[-2].lin
+
+
 def constants_as_inputs(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr that takes its constants as leading inputs, and the constants."""
     body, consts = open_jaxpr(jaxpr)
@@ -267,7 +292,7 @@ def eval_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
     How its parameters turn into arguments of `bind` is private, and changes.
     """
-    if _traced_once(eqn.primitive, eqn.params, args) is not None:
+    if _traced_once(eqn, eqn.params, args) is not None:
         return bind(eqn, args)
     pairs = zip(eqn.invars, args, strict=True)
     inputs = {var: arg for var, arg in pairs if not isinstance(var, Literal)}
@@ -287,7 +312,7 @@ def jaxpr_of(invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
 def bind(eqn: Any, args: Sequence[Any], **changes: Any) -> list[Any]:
     """Runs an equation's primitive on other operands or with changed parameters."""
     params = {**eqn.params, **changes}
-    call = _traced_once(eqn.primitive, params, args)
+    call = _traced_once(eqn, params, args)
     out = eqn.primitive.bind(*args, **params) if call is None else call(*args)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -313,20 +338,21 @@ _convert = jax.jit(lax.convert_element_type, static_argnums=1, inline=INLINE)
 
 
 def _traced_once(
-    primitive: Any, params: dict[str, Any], args: Sequence[Any]
+    eqn: Any, params: dict[str, Any], args: Sequence[Any]
 ) -> Callable[..., Any] | None:
-    """Returns a jitted function of one primitive, if JAX traces it faster.
+    """Returns a jitted function of a primitive, if JAX traces it faster.
 
     Under `jax.grad`, JAX linearizes each primitive anew, in 0.3 to 0.8 ms, but a jitted
     function, as `jnp.add` is one, only once for the same types. It is inlined.
     """
-    if tracer_type("grad") not in map(type, args):
+    # A jitted function cannot return a new reference, which is an effect.
+    if tracer_type("grad") not in map(type, args) or eqn.effects:
         return None
     for name, value in params.items():
         if callable(value) or isinstance(value, JAXPRS) or name == "branches":
             return None  # it would be kept alive
     try:
-        return _jitted(primitive, tuple(params.items()))
+        return _jitted(eqn.primitive, tuple(params.items()))
     except TypeError:  # a parameter cannot be hashed
         return None
 
@@ -409,6 +435,32 @@ def primitive_name(eqn: Any) -> str:
 def default_matmul_precision() -> str | None:
     """Returns the precision that matmuls have where none is given."""
     return getattr(jax.config, "jax_default_matmul_precision", None)
+
+
+def has_side_effects(eqn: Any) -> bool:
+    """Returns whether an equation does more than to return results.
+
+    A collective has an effect, too: that it names an axis of a mesh.
+    """
+    return any(type(x).__name__ != "NamedAxisEffect" for x in eqn.effects)
+
+
+def asked_precisions(eqn: Any) -> list[Any]:
+    """Returns the precisions that a matmul asks for, without that of all matmuls."""
+    asked = eqn.params.get("precision")
+    default = _precision_of(default_matmul_precision())
+    return [x for x in _as_tuple(asked) if x not in (None, *_as_tuple(default))]
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+@functools.lru_cache(maxsize=64)
+def _precision_of(default: str | None) -> Any:
+    """Returns the precision of a matmul that asks for none, as its equation holds it."""
+    one = jax.ShapeDtypeStruct((1, 1), np.float32)
+    return jax.make_jaxpr(jnp.dot)(one, one).eqns[0].params["precision"]
 
 
 def lowered_primitives() -> set[str]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,12 +28,15 @@ from mpx._jax._compat import (
     bind_jit,
     constants_as_inputs,
     eval_equation,
+    has_linearization,
     hi_has_tangents,
     hi_jaxpr,
     hi_remat,
+    is_tracer,
     open_jaxpr,
     scan_options,
     scan_sizes,
+    variable_of,
 )
 from mpx._jax._sharding import unstacked
 from mpx._program._interpreter import (
@@ -71,9 +75,11 @@ def _jit(visitor: Visitor, op: Op) -> Outcome:
 
 def _inline(visitor: Visitor, op: Op) -> Outcome:
     params = op.eqn.params
-    jaxpr, consts = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
+    found = (params.get(x) for x in ("call_jaxpr", "jaxpr", "fwd_jaxpr"))
+    jaxpr, consts = open_jaxpr(next(filter(None, found)))
     scopes = visitor.scopes_inside(op.eqn, op.scopes)
-    return visitor.run(jaxpr, consts, op.values, op.facts, scopes)
+    with visitor.inside(op.eqn, None):
+        return visitor.run(jaxpr, consts, op.values, op.facts, scopes)
 
 
 def _remat(visitor: Visitor, op: Op) -> Outcome:
@@ -175,16 +181,6 @@ def _carry_dtypes(
         current = after  # each round restores one at least, so the loop ends
 
 
-def _carried_facts(
-    visitor: Visitor, facts: Facts, variables: Sequence[PyTree], outs: Sequence[PyTree]
-) -> Facts:
-    """Returns what is known of a loop carry, which may come back as it is."""
-    return [
-        visitor.fact_inside(fact, var, "operand" if out is var else "carry")
-        for fact, var, out in zip(facts, variables, outs, strict=False)
-    ]
-
-
 def _types_with(variables: Sequence[PyTree], dtypes: Sequence[PyTree]) -> list[Aval]:
     pairs = zip(variables, dtypes, strict=True)
     return [with_dtype(var.aval, dtype) for var, dtype in pairs]
@@ -198,11 +194,7 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     start = n_consts + n_carry
     consts, carry, xs = values[:n_consts], values[n_consts:start], values[start:]
     carry_vars, x_vars = body.invars[n_consts:start], body.invars[start:]
-    known = [
-        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
-        *_carried_facts(visitor, op.facts[n_consts:], carry_vars, body.outvars),
-        *visitor.facts_inside(op.facts[start:], x_vars, "slice"),
-    ]
+    known = scan_facts(visitor, op)
     more = visitor.more_inputs(op)
     part = lambda x: x.update(shape=x.shape[1:], sharding=unstacked(x.sharding))  # noqa: E731
     sliced = jax.tree.map(lambda x: part(jax.typeof(x)), more)
@@ -229,6 +221,18 @@ def _scan(visitor: Visitor, op: Op) -> Outcome:
     return outs, visitor.result_facts(outs, found)
 
 
+def scan_facts(visitor: Visitor, op: Op) -> Facts:
+    """Returns what is known of the inputs of the body of a scan."""
+    body, _ = open_jaxpr(op.eqn.params["jaxpr"])
+    n_consts, n_carry = scan_sizes(op.eqn.params)
+    start = n_consts + n_carry
+    return [
+        *visitor.facts_inside(op.facts[:n_consts], body.invars[:n_consts], "operand"),
+        *visitor.carried_facts(op.eqn, op.facts),
+        *visitor.facts_inside(op.facts[start:], body.invars[start:], "slice"),
+    ]
+
+
 def scan_with(
     eqn: Equation,
     step: Callable[[Any, Any], tuple[PyTree, PyTree]],
@@ -243,10 +247,10 @@ def scan_with(
 def _while(visitor: Visitor, op: Op) -> Outcome:
     values, params = arrays_of(op.values), op.eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    carry, facts = values[n_cond + n_body :], op.facts[n_cond + n_body :]
+    carry = values[n_cond + n_body :]
     body, _ = open_jaxpr(params["body_jaxpr"])
     carry_vars = body.invars[n_body:]
-    carried = _carried_facts(visitor, facts, carry_vars, body.outvars)
+    carried = visitor.carried_facts(op.eqn, op.facts)
 
     def part(name: str, dtypes: Dtypes, outs: Dtypes | None) -> tuple[Jaxpr, Facts]:
         start, count = (0, n_cond) if name == "cond_jaxpr" else (n_cond, n_body)
@@ -275,9 +279,10 @@ class _CustomCall:
     """A call of a function whose derivative rule is expanded at its dtypes and visited."""
 
     def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
-        self.visitor, self.eqn = visitor, op.eqn
+        self.visitor, self.eqn, self.around = visitor, op.eqn, visitor.frame.jaxpr
         self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
-        self.jaxpr = op.eqn.params.get("call_jaxpr") or hi_jaxpr(op.eqn)
+        found = (op.eqn.params.get(name) for name in ("call_jaxpr", "call"))
+        self.jaxpr = next(filter(None, found), None) or hi_jaxpr(op.eqn)
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
         avals = types_of(values)
         new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
@@ -292,7 +297,17 @@ class _CustomCall:
     def trace(self, func: Callable[..., PyTree], *avals: PyTree) -> Jaxpr:
         """Traces a derivative rule at its own dtypes."""
         with self.visitor.tracing():
-            return jax.make_jaxpr(func)(*avals)
+            new = jax.make_jaxpr(func)(*avals)
+        closed_over = {variable_of(x) for x in open_jaxpr(new)[1] if is_tracer(x)}
+        made = (eqn.outvars for eqn in self.around.eqns if closed_over)
+        if not closed_over.isdisjoint(itertools.chain(self.around.invars, *made)):
+            raise NotImplementedError(
+                "The rule of a function under `jax.custom_vjp` or `jax.custom_jvp` closes "
+                "over an array that is an argument of a function under `amp` or `fp8`, or "
+                "computed in it, but runs when that has been traced. Pass the array as an "
+                "argument."
+            )
+        return new
 
     def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
         """Runs a jaxpr that was traced at the original dtypes."""
@@ -316,14 +331,15 @@ class _CustomCall:
         """Returns the original equation as a function of some of its operands."""
 
         def call(*chosen: PyTree) -> Values:
-            full = dict(enumerate(args)) | dict(zip(free, chosen, strict=True))
-            return eval_equation(self.eqn, list(full.values()))
+            return eval_equation(self.eqn, _with(args, free, chosen))
 
         return call
 
 
 def _smooth(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    """Returns whether a value has a derivative: a reference is written to instead."""
+    is_reference = hasattr(var.aval, "inner_aval")
+    return not is_reference and jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _is_zero(tangent: PyTree) -> bool:
@@ -378,9 +394,33 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     return outs, visitor.result_facts(outs, custom.known)
 
 
+def _transposed(
+    pushforward: Callable[..., Values],
+    inputs: Sequence[Aval],
+    chosen: Sequence[int],
+    cotangents: Values,
+) -> PyTree:
+    """Pulls back cotangents of some results; the user's rule is told that others are zero."""
+
+    def linear(*tangents: PyTree) -> Values:
+        outs = pushforward(*tangents)
+        return [outs[i] for i in chosen]
+
+    return jax.linear_transpose(linear, *inputs)(cotangents)
+
+
+def _with(
+    values: Sequence[PyTree], places: Sequence[int], others: Sequence[PyTree]
+) -> Values:
+    """Returns values with others in some places."""
+    found = dict(enumerate(values)) | dict(zip(places, others, strict=True))
+    return [found[i] for i in range(len(values))]
+
+
 def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
     values = arrays_of(op.values)
     custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
+    derive = jax.linearize if has_linearization(op.eqn) else jax.vjp
 
     def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
@@ -391,31 +431,35 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
         def expanded(*args: PyTree) -> Values:
             call = custom.partially(args, free)
-            outs, pushforward = jax.linearize(call, *(args[i] for i in free))
-            residuals, found["tree"] = jax.tree.flatten(pushforward)
+            outs, derivative = derive(call, *(args[i] for i in free))
+            residuals, found["tree"] = jax.tree.flatten(derivative)
             found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
-            return [*outs, *residuals]
+            # What is an argument is not returned: a reference cannot be.
+            places = {id(x): i for i, x in enumerate(args)}
+            found["places"] = [places.get(id(x)) for x in residuals]
+            return [*outs, *(x for x in residuals if id(x) not in places)]
 
         new = custom.trace(expanded, *avals)
         outs, known = custom.visited(new, args, custom.facts)
         variables = open_jaxpr(new)[0].outvars
-        kept = visitor.facts_inside(known[count:], variables[count:], "operand")
+        others = visitor.facts_inside(known[count:], variables[count:], "operand")
+        own, made = [args, custom.facts], [iter(outs[count:]), iter(others)]
+        residuals, kept = (
+            [next(new) if i is None else given[i] for i in found["places"]]
+            for new, given in zip(made, own, strict=True)
+        )
 
         # It travels with the residuals: there is one for each set of perturbed arguments.
         def backward(residuals: Values, cotangents: Values) -> tuple[PyTree, ...]:
             chosen = [i for i in custom.smooth if not _is_zero(cotangents[i])]
 
             def expanded(residuals: Values, cotangents: Values) -> PyTree:
-                pushforward = jax.tree.unflatten(found["tree"], residuals)
-
-                def linear(*tangents: PyTree) -> Values:
-                    outs = pushforward(*tangents)
-                    # The user's function is told that the others are zero.
-                    return [outs[i] for i in chosen]
-
-                return jax.linear_transpose(linear, *(avals[i] for i in free))(
-                    cotangents
-                )
+                derivative = jax.tree.unflatten(found["tree"], residuals)
+                if derive is jax.vjp:
+                    full = [jnp.zeros(x.shape, x.dtype) for x in found["outs"]]
+                    return derivative(_with(full, chosen, cotangents))
+                inputs = [avals[i] for i in free]
+                return _transposed(derivative, inputs, chosen, cotangents)
 
             types = [found["outs"][i] for i in chosen]
             new = custom.trace(expanded, found["residuals"], types)
@@ -429,10 +473,29 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
             return tuple(grads)
 
         results = cast_all(outs[:count], custom.dtypes)
-        return results, jax.tree_util.Partial(backward, outs[count:])
+        return results, jax.tree_util.Partial(backward, residuals)
 
     call = jax.custom_vjp(custom.run)
     call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
+    outs = list(call(*values))
+    return outs, visitor.result_facts(outs, custom.known)
+
+
+def _custom_vmap(visitor: Visitor, op: Op) -> Outcome:
+    values = arrays_of(op.values)
+    custom = _CustomCall(visitor, op, values)
+    call = jax.custom_batching.custom_vmap(lambda *args: custom.run(*args))
+
+    @call.def_vmap
+    def _(size: int, batched: list[bool], *args: PyTree) -> tuple[Values, list[bool]]:
+        axes = tuple(0 if is_batched else None for is_batched in batched)
+        original = lambda *args: eval_equation(op.eqn, args)  # noqa: E731
+        mapped = jax.vmap(original, axes, axis_size=size)
+        dtypes = [var.aval.dtype for var in op.eqn.invars]
+        new = custom.trace(mapped, *map(with_dtype, types_of(args), dtypes))
+        outs, _ = custom.visited(new, args, custom.facts)
+        return cast_all(outs, custom.dtypes), [True] * len(outs)
+
     outs = list(call(*values))
     return outs, visitor.result_facts(outs, custom.known)
 
@@ -452,7 +515,7 @@ def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:
 HANDLERS: dict[str, Callable[[Visitor, Op], Outcome]] = {
     "jit": _jit,
     "pjit": _jit,
-    **dict.fromkeys(names("closed_call core_call call eval_jaxpr"), _inline),
+    **dict.fromkeys(names("closed_call core_call call eval_jaxpr remat_opt"), _inline),
     **dict.fromkeys(REMAT, _remat),
     "cond": _cond,
     "shard_map": _shard_map,
@@ -461,5 +524,6 @@ HANDLERS: dict[str, Callable[[Visitor, Op], Outcome]] = {
     HI_PRIMITIVE: _hi_primitive,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
+    "custom_vmap_call": _custom_vmap,
 }
 """By primitive: how an equation that holds jaxprs is rebuilt around visited bodies."""

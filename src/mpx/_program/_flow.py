@@ -165,38 +165,64 @@ class Flow:
         if self.constant is not None:
             pairs = zip(body.constvars, consts, strict=False)
             labels = {**labels, **{var: self.constant(value) for var, value in pairs}}
-        return propagate(body, labels, self._outs)
+        return propagate(body, labels, self.after, self.literal)
 
-    def _outs(self, eqn: Equation, ins: list[Label]) -> Sequence[Label]:
+    def literal(self, atom: Any) -> Label:
+        """Labels a number that is written into a jaxpr."""
+        return None
+
+    def entering(self, label: Label, var: Any) -> Label:
+        """Returns the label of an input of a body, from that of the operand."""
+        return label
+
+    def results(self, eqn: Equation, ins: list[Label]) -> Sequence[Label]:
+        """Labels the results of one operation."""
+        label = self.rule(primitive_name(eqn), eqn, ins)
+        return [label] * len(eqn.outvars)
+
+    def after(self, eqn: Equation, ins: list[Label]) -> Sequence[Label]:
+        """Returns the labels of the results of an equation; of a call, those of its body."""
         if self.constant is None and all(label is None for label in ins):
             return [None] * len(eqn.outvars)
         name, params = primitive_name(eqn), eqn.params
-        label = self.rule(name, eqn, ins)
-        if name == "scan":
-            consts, carry = scan_sizes(params)
-            return self._loop(params["jaxpr"], ins, slice(consts, consts + carry))
-        if name == "while":
-            ins, carry = (
-                ins[params["cond_nconsts"] :],
-                slice(params["body_nconsts"], None),
-            )
-            return self._loop(params["body_jaxpr"], ins, carry)
+        outs = self.results(eqn, ins)
+        if name in LOOPS:
+            carry, _ = loop_carry(eqn)
+            inside = self.inside_loop(eqn, ins)
+            outs = self._call(params.get("jaxpr", params.get("body_jaxpr")), inside)
+            # It may not run at all.
+            pairs = zip(inside[carry], outs, strict=False)
+            joined = [self.join(*pair) for pair in pairs]
+            return [*joined, *outs[len(joined) :]]
         if name == "cond":
-            outs = [self._call(x, ins[1:]) for x in params["branches"]]
-            return [functools.reduce(self.join, x) for x in zip(*outs, strict=True)]
+            found = [self._call(x, ins[1:]) for x in params["branches"]]
+            return [functools.reduce(self.join, x) for x in zip(*found, strict=True)]
         body = called(eqn)
-        return [label] * len(eqn.outvars) if body is None else self._call(body, ins)
+        return outs if body is None else self._call(body, ins)
 
-    def _call(self, jaxpr: Any, ins: Sequence[Label]) -> list[Label]:
-        return self.run(jaxpr, dict(zip(open_jaxpr(jaxpr)[0].invars, ins, strict=True)))
-
-    def _loop(self, jaxpr: Any, ins: list[Label], carry: slice) -> list[Label]:
-        """Runs a body until the labels of its carry no longer change."""
+    def inside_loop(self, eqn: Equation, ins: list[Label]) -> list[Label]:
+        """Returns the labels of the inputs of a loop's body, which hold in each step."""
+        (carry, start), params = loop_carry(eqn), eqn.params
+        body, ins = params.get("jaxpr", params.get("body_jaxpr")), ins[start:]
         count = len(ins[carry])
         while True:
-            outs = self._call(jaxpr, ins)
+            outs = self._call(body, ins)
             after = [self.join(*x) for x in zip(ins[carry], outs[:count], strict=True)]
             if after == ins[carry]:
-                return [*after, *outs[count:]]
+                return ins
             ins = [*ins]
             ins[carry] = after
+
+    def _call(self, jaxpr: Any, ins: Sequence[Label]) -> list[Label]:
+        variables = open_jaxpr(jaxpr)[0].invars
+        pairs = zip(ins, variables, strict=True)
+        inside = [self.entering(label, var) for label, var in pairs]
+        return self.run(jaxpr, dict(zip(variables, inside, strict=True)))
+
+
+def loop_carry(eqn: Equation) -> tuple[slice, int]:
+    """Returns which inputs of the body of a loop are carried, and which operand is first."""
+    if primitive_name(eqn) == "scan":
+        consts, carry = scan_sizes(eqn.params)
+        return slice(consts, consts + carry), 0
+    return slice(eqn.params["body_nconsts"], None), eqn.params["cond_nconsts"]

@@ -28,6 +28,7 @@ from mpx._jax._compat import (
 )
 from mpx._jax._frameworks import Named
 from mpx._jax._tree import LeafName
+from mpx._program._flow import loop_carry
 from mpx._program._queries import Equation, Position, leaves, readers, walk
 
 Jaxpr = Any  # open or closed
@@ -80,6 +81,7 @@ class Frame:
         self.jaxpr = jaxpr
         self.plan: Plan | None = None
         self.eqn: Equation = None  # whose turn it is
+        self.layout: Any = None  # what a visitor plans before it starts
         self.env: dict[Any, tuple[PyTree, PyTree]] = {}
         self.made: dict[Any, tuple[PyTree, PyTree]] = {}
 
@@ -146,6 +148,18 @@ class Visitor:
         pairs = zip(facts, variables, strict=True)
         return [self.fact_inside(fact, var, kind) for fact, var in pairs]
 
+    def carried_facts(self, eqn: Equation, facts: Facts) -> Facts:
+        """Returns what is known, in each step of a loop, of what it carries."""
+        body = open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("body_jaxpr")))[0]
+        carry, start = loop_carry(eqn)
+        triples = zip(
+            facts[start:][carry], body.invars[carry], body.outvars, strict=False
+        )
+        return [
+            self.fact_inside(fact, var, "operand" if out is var else "carry")
+            for fact, var, out in triples
+        ]
+
     def result_facts(self, outs: Sequence[PyTree], known: Facts) -> Facts:
         """Returns what is known of the results of a loop, a branch or another body."""
         return [self.unknown] * len(outs)
@@ -171,7 +185,7 @@ class Visitor:
         """Enters the body of an equation with the values of `more_inputs` in its trace."""
         return contextlib.nullcontext()
 
-    def cache_key(self, more: PyTree) -> Hashable | None:
+    def cache_key(self, eqn: Equation, more: PyTree) -> Hashable | None:
         """Returns what else a rewritten body depends on; `None` to rewrite it anew."""
         return ()
 
@@ -201,29 +215,34 @@ class Visitor:
         outer, self.frame = self.frame, Frame(jaxpr)
         try:
             self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
-            replaced, dead = self.frame.plan or ({}, ())
             env = self.frame.env
             for var, const in zip(jaxpr.constvars, consts, strict=True):
                 env[var] = const, self.constant_fact(const)
             env.update(zip(jaxpr.invars, zip(args, facts, strict=True), strict=True))
-            for index, eqn in enumerate(jaxpr.eqns):
-                if index in dead:
-                    continue
-                other = replaced.get(index)
-                atoms = eqn.invars if other is None else other.atoms
-                pairs = [self.read(atom) for atom in atoms]
-                values, facts = [x for x, _ in pairs], [x for _, x in pairs]
-                op = Op(eqn, values, facts, scopes + scopes_of(eqn))
-                self.frame.eqn = eqn
-                with source_context(eqn), eqn.ctx.manager:
-                    outs, known = (
-                        self.equation(op) if other is None else other.run(self, op)
-                    )
-                env.update(zip(eqn.outvars, zip(outs, known, strict=True), strict=True))
+            self.run_equations(scopes)
             results = [self.read(atom) for atom in jaxpr.outvars]
             return [value for value, _ in results], [fact for _, fact in results]
         finally:
             self.frame = outer
+
+    def run_equations(self, scopes: Scopes) -> None:
+        """Runs the equations of the running evaluation, in which `scopes` are around it."""
+        dead = self.frame.plan.dead if self.frame.plan is not None else ()
+        for index in range(len(self.frame.jaxpr.eqns)):
+            if index not in dead:
+                self.run_equation(index, scopes)
+
+    def run_equation(self, index: int, scopes: Scopes) -> None:
+        """Runs an equation, or what replaces it, and keeps its results in the frame."""
+        eqn = self.frame.eqn = self.frame.jaxpr.eqns[index]
+        other = self.frame.plan and self.frame.plan.replaced.get(index)
+        pairs = [self.read(x) for x in (other.atoms if other else eqn.invars)]
+        values, facts = [x for x, _ in pairs], [x for _, x in pairs]
+        op = Op(eqn, values, facts, scopes + scopes_of(eqn))
+        with source_context(eqn), eqn.ctx.manager:
+            outs, known = other.run(self, op) if other else self.equation(op)
+        results = zip(outs, known, strict=True)
+        self.frame.env.update(zip(eqn.outvars, results, strict=True))
 
     def read(self, atom: Any) -> tuple[Any, Fact]:
         """Returns a value of the running evaluation, and what is known of it."""
@@ -252,7 +271,7 @@ def rewrite(
     arrays, structure = jax.tree.flatten(more)
     more_types = [jax.typeof(x) if isinstance(x, jax.Array) else x for x in arrays]
     types = (*avals, *more_types)
-    local = visitor.cache_key(more)
+    local = visitor.cache_key(op.eqn, more)
     key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
     if local is not None and key in cache:
         visitor.found |= cache[key].found

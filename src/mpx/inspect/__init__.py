@@ -24,6 +24,7 @@ from mpx.inspect._report import AmpView as AmpView
 from mpx.inspect._report import Fp8View as Fp8View
 from mpx.inspect._report import Report as Report
 from mpx.inspect._report import report as report
+from mpx.inspect._residuals import residual_errors as residual_errors
 from mpx.inspect._watch import Observation as Observation
 from mpx.inspect._watch import RunSummary as RunSummary
 from mpx.inspect._watch import Skip as Skip

@@ -151,7 +151,7 @@ class _Labels(Visitor):
         finally:
             self._around = before
 
-    def cache_key(self, more: PyTree) -> tuple[str, ...]:
+    def cache_key(self, eqn: Equation, more: PyTree) -> tuple[str, ...]:
         return self._around
 
 

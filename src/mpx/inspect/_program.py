@@ -6,17 +6,25 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.stages import Wrapped
 from jaxtyping import PyTree
 
-from mpx._amp._call import completes, flat_call, under_amp
+from mpx._amp._call import flat_call, under_amp
 from mpx._amp._facts import Recording, recorded
+from mpx._amp._roles import completes
 from mpx._casting._context import argument_names, gradient_function
 from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._delayed import Fp8State
 from mpx._fp8._transform import Fp8Function
 from mpx._jax._arguments import check_function
-from mpx._jax._compat import as_function, eval_jaxpr, primitive_name, source_frames
+from mpx._jax._compat import (
+    amp_recording,
+    as_function,
+    eval_jaxpr,
+    primitive_name,
+    source_frames,
+)
 from mpx._jax._tree import LeafName, is_floating
 from mpx._program._flow import Walk, moved, pull
 from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes, Transformation
@@ -114,6 +122,12 @@ def program(
     inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
     arrays, held = arrays if shapes is None else shapes, list[PyTree]()
+    symbolic = next((x.shape for x in arrays if not all(map(_is_size, x.shape))), None)
+    if symbolic is not None:
+        raise ValueError(
+            f"An inspection counts bytes and operations, but an argument has the symbolic "
+            f"shape {symbolic}. Pass numbers, such as `jax.ShapeDtypeStruct((32, 8), ...)`."
+        )
 
     def run(arrays: Sequence[PyTree]) -> list[PyTree]:
         held.extend(arrays)  # an `id` belongs to an array as long as it is kept
@@ -146,6 +160,10 @@ def program(
     return Program(
         jaxpr, arrays, [name for name, _ in found], params, frozen, recording
     )
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int | np.integer)
 
 
 def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
@@ -201,7 +219,8 @@ def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
         (_, found), grads = jax.value_and_grad(value, has_aux=True)(params)
         return [found, *(grads if scaling is None else scaling.unscale(grads))]
 
-    with gradient_function():  # with a loss scale or without, the program is the same
+    # With a loss scale or without, the program is the same. Residuals are chosen here.
+    with gradient_function(), amp_recording(forward.recording):
         jaxpr = jax.make_jaxpr(run)(forward.arrays)
     return forward._replace(jaxpr=jaxpr)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import PyTree
 
 from mpx._amp._decide import IN_KERNEL, RAGGED
-from mpx._amp._facts import Decision
+from mpx._amp._facts import Decision, Residual
 from mpx._amp._rules import REASONS, UNKNOWN, Rule
 from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._decide import Matmul as Fp8Matmul
@@ -47,11 +47,15 @@ class AmpView:
         dtype: The compute dtype: `bf16` or `f16`.
         rules: The name of the rules, such as `safe`.
         decisions: One for each operation that autocast had to decide about.
+        guessed: The arguments that were taken for the parameters, as the first container,
+            where others may hold them and are not named by `params=`. What is
+            differentiated decides otherwise.
     """
 
     dtype: str
     rules: str
     decisions: tuple[Decision, ...]
+    guessed: tuple[str, ...] = ()
 
     @property
     def matmuls(self) -> tuple[Decision, ...]:
@@ -153,6 +157,9 @@ class Report(Result):
             dtype. Values that XLA computes again from others are left out.
         opaque: Operations of which nothing is known, such as kernels and callbacks.
         passes: `forward`, `forward and backward`, or why there is no backward pass.
+        residuals: The large arrays that functions under `amp(residuals=...)` keep. The fields
+            are `shape`, `dtype`, `format` (in which it is kept: `int8`, `e4m3`, or a
+            dtype), `reason` (why it is not in 8 bits; "" if it is) and `source`.
         amp: What `amp` decided; `None` if the function is not under it.
         fp8: What `fp8` decided; `None` if the function is not under it.
     """
@@ -161,6 +168,7 @@ class Report(Result):
     kept: tuple[Kept, ...]
     residual_bytes: Mapping[str, int]
     opaque: tuple[Kept, ...]
+    residuals: tuple[Residual, ...]
     passes: str
     amp: AmpView | None
     fp8: Fp8View | None
@@ -215,6 +223,19 @@ class Report(Result):
         parts = [f"{amount(n, 'B')} in {x}" for x, n in self.residual_bytes.items()]
         if parts:
             found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
+        rows = [
+            (
+                str(x.shape),
+                x.dtype,
+                x.format,
+                x.reason or "coded",
+                short_source(x.source),
+            )
+            for x in dict.fromkeys(self.residuals)
+        ]
+        if rows:
+            head = "kept", "computed in", "kept in", "why", "source"
+            found.append(Table(head, rows))
         return found
 
     def _summary(self) -> str:
@@ -224,7 +245,10 @@ class Report(Result):
         every = amount(sum(self.flops.values()), "FLOP")
         counted = f" of {every}, {self.passes}" if shares else f"; {self.passes}"
         what = ", ".join(filter(None, (amp, fp8))) or "Neither amp nor fp8"
-        return f"{what}. Matmul operations: {', '.join(shares) or 'none'}{counted}."
+        found = f"{what}. Matmul operations: {', '.join(shares) or 'none'}{counted}."
+        for name in self.amp.guessed if self.amp is not None else ():
+            found += f" `{name}`, the first container, is taken for the parameters."
+        return found
 
     def _matmul_table(self) -> Table:
         groups: dict[tuple[str, ...], list[Matmul]] = {}
@@ -315,12 +339,14 @@ def report(
             dtype="×".join(dict.fromkeys(short_name(x) for x, _ in recording.casts)),
             rules=", ".join(dict.fromkeys(str(x.base) for _, x in recording.casts)),
             decisions=tuple(dict.fromkeys(recording.decisions)),
+            guessed=tuple(dict.fromkeys(recording.guessed)),
         )
         kept, opaque = _kept(amp.decisions, amp.dtype)
     if recording.recipes:
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))
-    rows = matmuls, kept, by_dtype(peak(full.jaxpr).saved), opaque
+    saved = by_dtype(peak(full.jaxpr).saved)
+    rows = matmuls, kept, saved, opaque, tuple(recording.residuals)
     return Report(*rows, passes, amp, fp8)
 
 

@@ -165,7 +165,10 @@ def _logits(head: Head, low: Array, weight: Array, bias: Array | None) -> Array:
     if bias is not None:
         logits += jnp.expand_dims(bias.astype(head.wide), range(logits.ndim - 1))
     if head.soft_cap is not None:
-        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+        capped = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+        logits = jnp.where(
+            jnp.isneginf(logits), logits, capped
+        )  # Excluded words stay so.
     return logits
 
 
@@ -218,7 +221,10 @@ def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[A
         step = jax.checkpoint(step, static_argnums=(3,), prevent_cse=False)
     lowest = _filled(hidden, tokens, wide, -jnp.inf)
     (highest, sums, room), shifts = chunks.over(step, (lowest, zeros, room))
-    found = [jnp.log(sums[0]) + _finite(highest), *sums[1:]]
+    # Without this, a part in which all words are excluded has a derivative of 0 / 0.
+    is_empty = sums[0] == 0
+    log = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, sums[0])))
+    found = [log + _finite(highest), *sums[1:]]
     return found if room is None else [*found, room, shifts]
 
 
@@ -275,6 +281,7 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     # A token that no cotangent reaches may hold nan or inf, as padding does.
     is_read = functools.reduce(jnp.logical_or, [x != 0 for x in cotangents])[..., None]
     low = jnp.where(is_read, convert_dtype(hidden, head.dtype), 0)
+    shift = jnp.where(jnp.isneginf(logsumexp), 0.0, logsumexp)[..., None]
     unit = _unit(head, cotangents)
     for_sum, for_chosen, *for_total = (x[..., None] * unit for x in cotangents)
 
@@ -289,12 +296,13 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
             stored = _stored(head, chunks, carry[1], start, size)
             logits = [stored + shifts[:, None], *logits]
         z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
-        p = jnp.exp(z - logsumexp[..., None])
+        p = jnp.exp(z - shift)
         is_label = chunks.is_label(labels, start, size)
         dz = for_sum * p + jnp.where(is_label, for_chosen, 0.0)
         dz = functools.reduce(jnp.add, for_total, dz)
         if head.soft_cap is not None:
-            dz = dz * (1 - jnp.square(z / head.soft_cap))
+            slope = 1 - jnp.square(z / head.soft_cap)
+            dz = jnp.where(jnp.isneginf(z), 0.0, dz * slope)
         dz = jnp.where(is_read, dz, 0.0)
         narrow, found = convert_dtype(dz, head.dtype), dict(carry)
         if 0 in carry:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from mpx._jax._arguments import as_count, check_choice, check_value
+from mpx._jax._arguments import as_count, as_real, check_choice, check_value, is_tracer
 from mpx._jax._compat import default_matmul_precision, has_explicit_axes
 from mpx._jax._private import private
 from mpx._ops._cross_entropy._chunks import Head, Operands, statistics
@@ -58,6 +58,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         bias: The bias (vocabulary). Entries of -inf exclude words.
         weights: The weight of each token (...), or a mask. A token of weight 0 contributes
             nothing, whatever its label is: pass `weights=labels != -100` for torch's.
+            Negative ones, as advantages, have no mean: pass another `reduction`.
         label_smoothing: The part of each label that is spread over the vocabulary.
         z_loss: The factor of the squared logsumexp.
         soft_cap: Bounds the logits: each z becomes `soft_cap * tanh(z / soft_cap)`.
@@ -71,7 +72,8 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         chunks: The number of parts of the vocabulary; by default of 2²⁶ logits a device.
 
     Raises:
-        ValueError: If shapes do not fit, or an option has an unknown value.
+        ValueError: If shapes do not fit, an option has an unknown value, or a weight is
+            negative where their mean is asked for. (Traced, such a mean is nan.)
         TypeError: If the labels are not integers, or an operand is not floating.
 
     Examples:
@@ -85,7 +87,11 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     check_choice(vocab_axis, "vocab_axis", (0, 1, -1, -2))
     check_choice(reduction, "reduction", ("mean", "sum", "none"))
     if soft_cap is not None:
+        soft_cap = as_real(soft_cap, "soft_cap")
         check_value(soft_cap > 0, "soft_cap", "positive", soft_cap)
+    if not is_tracer(label_smoothing):
+        is_share = bool(np.all((label_smoothing >= 0) & (label_smoothing <= 1)))
+        check_value(is_share, "label_smoothing", "from 0 to 1", label_smoothing)
     if chunks is not None:
         chunks = as_count(chunks, "chunks", at_least=1)
     _check(operands, vocab_axis % 2)
@@ -98,7 +104,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         vocab_axis=vocab_axis % 2,
         has_bias=bias is not None,
         chunks=chunks,
-        soft_cap=None if soft_cap is None else float(soft_cap),
+        soft_cap=soft_cap,
         has_total=has_total,
         precision=default_matmul_precision(),
         devices=_devices(),
@@ -157,6 +163,14 @@ def _reduced(
             )
         is_ignored = (factors == 0) & ~jnp.isfinite(losses)
         losses = jnp.where(is_ignored, 0.0, losses) * factors
+        if reduction == "mean":
+            has_negative = jnp.any(factors < 0)
+            if not is_tracer(has_negative) and has_negative:
+                raise ValueError(
+                    "`weights` must not be negative for a mean, which divides by their sum. "
+                    'Pass `reduction="sum"` and divide by what you choose.'
+                )
+            losses = jnp.where(has_negative, jnp.nan, losses)
     if reduction == "none":
         return losses
     total, count = jnp.sum(losses), jnp.sum(factors)
@@ -191,6 +205,11 @@ def _check(operands: Operands, vocab_axis: int) -> None:
             f"`weight` must have two axes, features and vocabulary, but it has {weight}."
         )
     vocabulary, features = weight[vocab_axis], weight[1 - vocab_axis]
+    if vocabulary == 0:
+        raise ValueError(
+            f"`weight` {weight} must hold at least one word, but axis {vocab_axis}, its "
+            "vocabulary, has length 0."
+        )
     if hidden[-1:] != (features,):
         raise ValueError(
             f"`hidden` {hidden} must end with the {features} features of `weight` "

@@ -1,0 +1,349 @@
+"""What lies between matmuls computes in f32, as it is written: see `mpx._amp._regions`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from mpx import AmpRules, amp
+from models import equations
+
+KEY = jax.random.key(0)
+D = 16
+X = jax.random.normal(KEY, (32, D))
+W = jax.random.normal(jax.random.key(1), (D, D)) / 4
+EYE = jnp.eye(D)
+PARAMS = {"w": W, "b": jnp.zeros((1, D))}
+# Numbers of 16 bits, so that a product with the identity rounds nothing.
+EXACT = X.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def error(actual, wanted):
+    """Returns the largest relative error of a tree, by the norms of its leaves."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True)
+    sizes = [(np.linalg.norm(x - y), np.linalg.norm(y)) for x, y in pairs]
+    return max(float(x / max(y, 1e-30)) for x, y in sizes)
+
+
+# --- Numbers and bounds are those of the program --------------------------------------
+
+
+def most(s):
+    return jnp.max(s)
+
+
+BOUNDS = {
+    "where": lambda s: jnp.where(s > 0.999, 0.999, s),
+    "select": lambda s: lax.select(s > 0.999, jnp.full_like(s, 0.999), s),
+    "clip": lambda s: jnp.clip(s, 0.001, 0.999),
+    "min": lambda s: jnp.minimum(s, 0.999),
+    "pad": lambda s: lax.pad(s * 0, np.float32(0.999), ((1, 1, 0), (0, 0, 0))),
+    "concatenate": lambda s: jnp.concatenate([s * 0, jnp.full_like(s, 0.999)]),
+    "jit": lambda s: jax.jit(lambda s: jnp.where(s > 0.999, 0.999, s))(s),
+}
+
+
+def in_scan(bound):
+    return lambda s: lax.scan(lambda c, x: (c, bound(x[None])), 0, s)[1]
+
+
+@pytest.mark.parametrize("around", [lambda f: f, in_scan], ids=["plain", "scan"])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_bound_that_16_bits_do_not_hold_is_what_is_written(name, around):
+    def func(params, x):
+        s = 1 + jnp.abs(x @ params["w"])
+        # Multiplied by a weight in between, so that the bounded values are stored.
+        return jnp.sum(jnp.log(1 - around(BOUNDS[name])(s)))
+
+    assert float(jnp.min(jnp.log(1 - most(BOUNDS[name](jnp.ones((2, 2))))))) < -6
+    params = {"w": EYE}
+    np.testing.assert_allclose(amp(func)(params, EXACT), func(params, EXACT), rtol=1e-4)
+
+
+OFFSETS = {
+    "a bias": (lambda p, x: x @ p["w"] + p["b"], {"w": EYE, "b": jnp.full((1, D), 300.3)}),
+    "a literal": (lambda p, x: (x @ p["w"]) * 2 + 300, {"w": EYE}),
+    "in a jitted layer": (
+        lambda p, x: jax.jit(lambda p, x: x @ p["w"] + p["b"])(p, x),
+        {"w": EYE, "b": jnp.full((1, D), 300.3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_an_offset_after_a_matmul_is_not_rounded_before_the_loss(name):
+    func, params = OFFSETS[name]
+    y = func(params, EXACT) + 0.02 * X[::-1]
+
+    def loss(params, x):
+        return jnp.mean((func(params, x) - y) ** 2)
+
+    value, grads = jax.value_and_grad(amp(loss))(params, EXACT)
+    wanted, wide = jax.value_and_grad(loss)(params, EXACT)
+    np.testing.assert_allclose(value, wanted, rtol=1e-3)
+    # The operands of the matmul behind the weight's gradient are rounded.
+    assert error(grads, wide) < 2.0**-7
+
+
+# --- Sums ------------------------------------------------------------------------------
+
+
+def added(step):
+    def func(params, x):
+        h = x @ params["w"]
+        total = jnp.zeros_like(h)
+        for _ in range(300):
+            total = step(total, h, params)
+        return total
+
+    return func
+
+
+ADDITIONS = {
+    "of one value": added(lambda total, h, p: total + h),
+    "with a bias": added(lambda total, h, p: total + (h + p["b"])),
+    "by a jitted helper": added(lambda total, h, p: jax.jit(jnp.add)(total, h)),
+    "in a scan": lambda p, x: lax.scan(
+        lambda c, _: (c + x @ p["w"], None), jnp.zeros_like(x), length=300
+    )[0],
+    "in a loop": lambda p, x: lax.fori_loop(0, 300, lambda _, c: c + x @ p["w"], 0 * x),
+    "as a running average": added(lambda total, h, p: 0.998 * total + 0.002 * h),
+}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_a_sum_that_is_written_as_additions_does_not_stand_still(name):
+    func, params = ADDITIONS[name], {"w": EYE, "b": jnp.ones((1, D)) * 0.0}
+    actual = amp(func)(params, jnp.ones((2, D)))
+    np.testing.assert_allclose(actual, func(params, jnp.ones((2, D))), rtol=1e-5)
+
+
+MOMENTS = {
+    "plain": lambda h: jnp.mean(h * h, -1) - jnp.mean(h, -1) ** 2,
+    "transposed": lambda h: jnp.mean((h * h).T, 0) - jnp.mean(h.T, 0) ** 2,
+    "windows": lambda h: windows(h * h) - windows(h) ** 2,
+    "segments": lambda h: segments(h * h) - segments(h) ** 2,
+    "cumsum": lambda h: cumulated(h * h) - cumulated(h) ** 2,
+}
+
+
+def windows(h):
+    return lax.reduce_window(h, 0.0, lax.add, (1, 4), (1, 1), "valid") / 4
+
+
+def segments(h):
+    ids = jnp.arange(len(h)) // 8
+    return jax.ops.segment_sum(h, ids, num_segments=len(h) // 8) / 8
+
+
+def cumulated(h):
+    return jnp.cumsum(h, -1)[:, 3:] / jnp.arange(4.0, D + 1)[None]
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_variance_by_two_moments_is_as_exact_as_in_f32(name):
+    def loss(params, x):
+        return jnp.sum(jnp.sqrt(MOMENTS[name](x @ params["w"]) + 0.01))
+
+    params, x = {"w": EYE}, EXACT + 4
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+    value, grads = jax.value_and_grad(amp(loss))(params, x)
+    wanted, wide = jax.value_and_grad(loss)(params, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    # The cotangent of the product is rounded once, and the operands of the matmul.
+    assert error(grads, wide) < 2.0**-7
+
+
+def test_cotangents_of_a_value_with_many_readers_add_up_in_f32():
+    def loss(params, x):
+        h = x @ params["w"]
+        return sum(jnp.sum(jnp.sin(h) @ params["w"]) for _ in range(600))
+
+    x, params = jnp.full((2, D), 0.5), {"w": EYE}
+    actual, wanted = jax.grad(amp(loss))(params, x), jax.grad(loss)(params, x)
+    assert error(actual, wanted) < 2.0**-7
+
+
+def test_a_gradient_of_a_bare_16_bit_table_is_summed_in_f32():
+    def loss(table, x):
+        def step(total, i):
+            return total + jnp.sum(table[i] * x), None
+
+        return lax.scan(step, 0.0, jnp.zeros(1000, jnp.int32))[0]
+
+    table = jnp.ones((4, D), jnp.bfloat16)
+    grad = jax.grad(amp(loss))(table, jnp.ones(D))
+    np.testing.assert_allclose(grad[0].astype(np.float32), 1000.0, rtol=2.0**-7)
+
+
+# --- Which matmuls run low --------------------------------------------------------------
+
+
+def dots(func, *args):
+    """Returns the dtypes of the operands of matmuls."""
+    eqns = equations(jax.make_jaxpr(func)(*args))
+    return [str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "dot_general"]
+
+
+def test_a_contraction_of_four_stays_in_f32():
+    def rotated(angle, points):
+        c, s = jnp.cos(angle), jnp.sin(angle)
+        return points @ jnp.array([[c, -s], [s, c]])
+
+    points = jax.random.normal(KEY, (32, 2))
+    assert dots(amp(rotated), 0.3, points) == ["float32"]
+    for size, dtype in ((4, "float32"), (5, "bfloat16")):
+        assert dots(amp(jnp.matmul), jnp.ones((8, size)), jnp.ones((size, 8))) == [dtype]
+    # A rule says otherwise.
+    low = amp(jnp.matmul, rules=AmpRules(primitives={"dot_general": "low"}))
+    assert dots(low, jnp.ones((8, 4)), jnp.ones((4, 8))) == ["bfloat16"]
+
+
+ALGEBRA = {
+    "cholesky": lambda a: jnp.sum(jnp.log(jnp.diag(jnp.linalg.cholesky(a)))),
+    "slogdet": lambda a: jnp.linalg.slogdet(a)[1],
+    "solve": lambda a: jnp.sum(jnp.linalg.solve(a, jnp.ones((D, 1)))),
+    "inv": lambda a: jnp.sum(jnp.linalg.inv(a)),
+    "eigh": lambda a: jnp.sum(jnp.log(jnp.linalg.eigh(a)[0])),
+    "behind jit": lambda a: jax.jit(jnp.linalg.slogdet)(a)[1],
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_products_that_reach_linear_algebra_stay_in_f32(name):
+    def func(params, x):
+        phi = x @ params["w"]
+        return ALGEBRA[name](phi.T @ phi + 1e-3 * EYE)
+
+    x = X * jnp.logspace(-3, 0, D)[None]
+    value, grads = jax.value_and_grad(amp(func))(PARAMS, x)
+    wanted, wide = jax.value_and_grad(func)(PARAMS, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-4)
+    assert error(grads["w"], wide["w"]) < 1e-3
+
+
+# --- Rules hold where they are decided --------------------------------------------------
+
+
+def test_a_kept_parameter_is_not_rounded_before_a_loop():
+    def func(params, x):
+        return lax.scan(lambda c, ab: (c, ab[0] @ ab[1]), 0, (params["a"], x))[1]
+
+    a = {"a": jax.random.normal(KEY, (2, D, D)), "unused": jnp.ones(())}
+    x = jax.random.normal(KEY, (2, D, D))
+    np.testing.assert_array_equal(amp(func, keep="^a$")(a, x), func(a, x))
+    np.testing.assert_array_equal(amp(func, keep="^x$")(a, x), func(a, x))
+
+
+def router(x, w):
+    return jax.jit(jnp.matmul)(x, w)
+
+
+def test_a_rule_of_a_function_reaches_a_helper_inside_a_loop():
+    def func(params, x):
+        return lax.scan(lambda c, w: (router(c, w), None), x, params["w"])[0]
+
+    params = {"w": jnp.stack([W, W])}
+    kept = amp(func, rules=AmpRules(functions={"router": "original"}))
+    np.testing.assert_array_equal(kept(params, X), func(params, X))
+
+
+def test_a_product_of_counts_that_a_loop_slices_is_exact():
+    def func(params, ids):
+        hot = (ids[..., None] == jnp.arange(8)[None, None]).astype(jnp.float32)
+        return lax.scan(lambda c, m: (c + m.T @ m, None), jnp.zeros((8, 8)), hot)[0]
+
+    ids = jnp.zeros((2, 601), jnp.int32)
+    np.testing.assert_array_equal(amp(func)(PARAMS, ids), func(PARAMS, ids))
+
+
+def test_a_weight_that_a_loop_scales_keeps_its_name():
+    def func(params, x):
+        def step(c, _):
+            w, x = c
+            return (w * 0.5, x @ w), None
+
+        return lax.scan(step, (params["w"], x), length=2)[0][1]
+
+    assert dots(amp(func), PARAMS, X) == ["bfloat16"]
+    assert dots(amp(func, keep="^w$"), PARAMS, X) == ["float32"]
+
+
+def test_counts_of_paths_are_exact_in_a_loop():
+    adjacency = jnp.ones((8, 8), jnp.int32)
+
+    def func(params, adjacency):
+        a = (adjacency > 0).astype(jnp.float32)
+        return lax.fori_loop(0, 4, lambda _, c: c @ a, a)[0, 0]
+
+    assert float(amp(func)(PARAMS, adjacency)) == 8.0**4
+
+
+def test_a_parameter_above_the_range_of_f16_is_not_clipped_before_f32():
+    def func(params, x):
+        return jnp.sum(x @ params["w"]) * 0 + jnp.sum(params["big"] * 1e-3)
+
+    params = {"w": EYE, "big": jnp.array([1e6])}
+    assert float(amp(func, dtype="f16")(params, EXACT)) == pytest.approx(1000.0)
+
+
+# --- What is kept for the backward pass -------------------------------------------------
+
+ACTIVATIONS = {
+    name: getattr(jax.nn, name)
+    for name in ("gelu", "silu", "softplus", "mish", "selu", "log_sigmoid", "elu")
+} | {"tanh": jnp.tanh, "sigmoid": jax.nn.sigmoid, "glu": lambda h: jax.nn.glu(h)}
+
+
+def kept_bytes(func, *args):
+    kept = jax.eval_shape(lambda *args: jax.vjp(func, *args)[1], *args)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_keeps_one_array_of_16_bits(name):
+    def loss(params, x):
+        h = ACTIVATIONS[name](x @ params["w"])
+        return jnp.sum(h @ params["w"][: h.shape[-1]])
+
+    x = jax.random.normal(KEY, (64, D))
+    found = kept_bytes(amp(loss), PARAMS, x)
+    # x, what the activation reads, its result, and W twice.
+    assert found <= 3 * 2 * x.size + 2 * 4 * W.size + 64
+
+
+def test_a_relu_keeps_its_result_and_a_byte():
+    def loss(params, x):
+        return jnp.sum(jax.nn.relu(x @ params["w"]) @ params["w"])
+
+    found = kept_bytes(amp(loss), PARAMS, X)
+    assert found <= 2 * X.size + (2 + 1) * X.size + 2 * 4 * W.size + 64
+
+
+@pytest.mark.parametrize("name", ["print", "callback"])
+def test_what_reads_a_step_of_a_sum_may_be_host_code(name, capfd):
+    seen = []
+
+    def loss(params, x):
+        h = total = x @ params["w"]
+        for _ in range(10):
+            total = total + h
+            if name == "print":
+                jax.debug.print("{}", jnp.sum(total))
+            else:
+                jax.debug.callback(lambda x: seen.append(float(x)), jnp.sum(total))
+        return jnp.sum(total)
+
+    jax.block_until_ready(jax.grad(amp(loss))(PARAMS, X))
+    jax.effects_barrier()
+    assert len(seen) == 10 or len(capfd.readouterr().out.split()) == 10
+
+
+def test_amp_computes_in_four_sentences_what_the_report_lists():
+    def loss(params, x):
+        return jnp.mean(jnp.exp(x @ params["w"] + params["b"]))
+
+    report = mpx.inspect.report(amp(loss), PARAMS, X)
+    assert report.amp is not None

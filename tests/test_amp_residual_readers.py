@@ -1,0 +1,170 @@
+"""Residuals that are read by what bears no codes: they are kept in 16 bits or as they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+
+N, ROWS = 256, 256
+KEYS = jax.random.split(jax.random.key(0), 8)
+X = jax.random.normal(KEYS[0], (ROWS, N))
+PARAMS = {
+    "w": jax.random.normal(KEYS[1], (N, N)) / 16,
+    "v": jax.random.normal(KEYS[2], (N, N)) / 16,
+}
+NOISE = jax.random.normal(KEYS[3], (ROWS, N))
+TARGETS = X @ PARAMS["w"]
+
+
+def regression(p, x):
+    return jnp.mean((x @ p["w"] - (TARGETS + 0.03 * NOISE)) ** 2)
+
+
+def regression_with_an_offset(p, x):
+    return jnp.mean((x @ p["w"] + p["b"][None] - (TARGETS + 300 + 0.1 * NOISE)) ** 2)
+
+
+def centred(p, x):
+    return jnp.mean((x @ p["w"] - p["v"][:ROWS]) ** 2)
+
+
+def divergence_of_the_best(p, x):
+    h = x @ p["w"]
+    best = h >= jnp.sort(h, axis=-1)[:, -32:-31]
+    masked = h + jnp.where(best, 0.0, -1e9)
+    teacher = jax.nn.softmax(jnp.where(best, x @ p["v"], -1e9))
+    return -jnp.mean(jnp.sum(teacher * jax.nn.log_softmax(masked), axis=-1))
+
+
+def binary_cross_entropy(p, x):
+    s = jax.nn.sigmoid(6 * (x @ p["w"])) * 0.9998 + 1e-4
+    y = jnp.where(TARGETS > 0, 1.0, 0.0)
+    return -jnp.mean(y * jnp.log(s) + (1 - y) * jnp.log(1 - s))
+
+
+def norm_over_tokens(p, x):
+    h = (x @ (p["w"] * 10.0 ** jnp.linspace(-3, 1, N)[None])).T
+    h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-12)
+    return jnp.mean(jnp.tanh(h.T @ p["v"]) * NOISE)
+
+
+def norm_of_rows_far_from_0(p, x):
+    h = x @ p["w"] + 8.0
+    h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-12)
+    return jnp.mean(jnp.tanh(h @ p["v"]) * NOISE)
+
+
+def divisor_before_a_scan(p, x):
+    divisor = jnp.abs(x @ p["w"]) + 0.1
+
+    def body(carry, row):
+        return carry + jnp.sin(row)[None] / divisor, None
+
+    return jnp.mean(jax.lax.scan(body, jnp.zeros((ROWS, N)), x[:3])[0])
+
+
+def maxout(p, x):
+    a, b = jnp.split(x @ p["w"], 2, axis=-1)
+    return jnp.mean((jnp.maximum(a, b) @ p["v"][:128]) * NOISE)
+
+
+def pooled_by_hand(p, x):
+    h = (x @ p["w"]).reshape(ROWS, N // 2, 2).max(-1)
+    return jnp.mean((h @ p["v"][:128]) * NOISE)
+
+
+def rolled(p, x):
+    h = x @ p["w"]
+    return jnp.mean((jnp.where(h > jnp.roll(h, 1, 1), h, 0) @ p["v"]) * NOISE)
+
+
+def running_maximum(p, x):
+    return jnp.mean((jax.lax.cummax(x @ p["w"], axis=1) @ p["v"]) * NOISE)
+
+
+def siren(p, x):
+    h = jnp.sin(8 * (x @ p["w"]))
+    return jnp.mean((jnp.sin(4 * (h @ p["v"]))) * NOISE)
+
+
+def uncertain(p, x):
+    h, s = x @ p["w"], 4 * (x @ p["v"])
+    return jnp.mean(jax.lax.square(h - X) * jnp.exp(-s) + s)
+
+
+def scaled_by_an_exponential(p, x):
+    return jnp.mean(x @ p["w"] * jnp.exp(-4 * (x @ p["v"])) * NOISE)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return x
+
+
+straight_through.defvjp(
+    lambda x: (straight_through(x), x), lambda x, g: (jnp.where(x < 0.1, g, 0.0),)
+)
+
+
+@jax.custom_vjp
+def divided(x):
+    return 2 * x
+
+
+divided.defvjp(lambda x: (divided(x), x), lambda x, g: (g / (1e-3 + jnp.abs(x)),))
+
+
+def with_a_rule(rule):
+    def loss(p, x):
+        part = jax.checkpoint(lambda h: rule(h) @ p["v"])
+        return jnp.mean(part(x @ p["w"]) * NOISE)
+
+    return loss
+
+
+CASES = {
+    "regression": regression,
+    "regression with an offset": regression_with_an_offset,
+    "distance to parameters": centred,
+    "divergence of the best": divergence_of_the_best,
+    "binary cross entropy": binary_cross_entropy,
+    "norm over tokens": norm_over_tokens,
+    "norm of rows far from 0": norm_of_rows_far_from_0,
+    "divisor before a scan": divisor_before_a_scan,
+    "maxout": maxout,
+    "pooled by hand": pooled_by_hand,
+    "rolled": rolled,
+    "running maximum": running_maximum,
+    "siren": siren,
+    "uncertain": uncertain,
+    "scaled by an exponential": scaled_by_an_exponential,
+    "straight through": with_a_rule(straight_through),
+    "rule that divides": with_a_rule(divided),
+}
+# A block's largest number is off by a code, 2^-4, in e4m3.
+CODE = {"int8": 2.0**-8, "e4m3": 2.0**-4}
+
+
+def gradients(func, params, x):
+    return jax.jit(jax.grad(func))(params, x)
+
+
+def apart(found, exact):
+    difference = jax.tree.map(lambda x, y: jnp.linalg.norm(x - y), found, exact)
+    return jax.tree.map(lambda d, y: d / jnp.linalg.norm(y), difference, exact)
+
+
+@pytest.mark.parametrize("form", CODE)
+@pytest.mark.parametrize("name", CASES)
+def test_codes_add_no_more_than_a_code_to_the_error_of_amp(name, form):
+    loss, params = CASES[name], PARAMS
+    if name == "regression with an offset":
+        params = params | {"b": jnp.full((N,), 300.0)}
+    exact = gradients(loss, params, X)
+    before = apart(gradients(mpx.amp(loss), params, X), exact)
+    after = apart(gradients(mpx.amp(loss, residuals=form), params, X), exact)
+    for key, error in after.items():
+        if np.any(exact[key]):
+            assert error < 1.5 * before[key] + CODE[form] / 2, key
