@@ -12,7 +12,7 @@ and their result is rounded after: see `SUMMED`.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,21 +42,13 @@ from mpx._amp._facts import (
     is_eligible,
     is_low,
 )
+from mpx._amp._follow import Facts, facts_after, held_in, in_f32
 from mpx._amp._hints import (
     exchanged,
     outputs_first,
 )
-from mpx._amp._regions import (
-    Facts,
-    Layout,
-    Region,
-    again,
-    facts_after,
-    held_in,
-    in_f32,
-    keeps_nothing,
-    run_part,
-)
+from mpx._amp._layout import Layout
+from mpx._amp._regions import Region, again, keeps_nothing, run_part
 from mpx._amp._rules import (
     PRIMITIVES,
     Rule,
@@ -193,37 +185,18 @@ class Autocast(Settings):
         return reached_inside(eqn, [layout.reached.get(x) for x in eqn.outvars])
 
     def run_equations(self, scopes: Scopes) -> None:
-        """Runs borders in the order of the program, and a region where its result is read."""
+        """Runs regions and borders."""
         frame, may_round = self.frame, self.may_round
         if not isinstance(may_round, tuple):
             may_round = (may_round,) * len(frame.jaxpr.outvars)
         layout = frame.layout = Layout(self, frame.jaxpr, scopes, frame.plan, may_round)
         layout.reached = reach(frame.jaxpr, self.wanted)
 
-        def need(atoms: Iterable[Any]) -> None:
-            for atom in atoms:
-                if not isinstance(atom, Literal) and atom not in frame.env:
-                    run(layout.maker[atom])
-
-        def run(index: int) -> None:
-            members = layout.regions.get(index, [index])
-            if members[0] in layout.done:
-                return
-            layout.done.add(members[0])
-            if index in layout.earlier:
-                run(layout.earlier[index])
-            inside = {var for i in members for var in frame.jaxpr.eqns[i].outvars}
-            for i in members:
-                need(x for x in layout.atoms(i) if x not in inside)
-            if index in layout.regions:
+        for members in layout.units():
+            if members[0] in layout.regions:
                 run_part(self, layout, members)
             else:
-                self.run_equation(index, scopes)
-
-        for index, place in layout.places.items():
-            if place != "inside":
-                run(index)
-        need(frame.jaxpr.outvars)
+                self.run_equation(members[0], scopes)
 
     def emit(self, op: Op, choice: Choice) -> Values | Outcome:
         """Runs an equation as it was decided."""

@@ -12,15 +12,14 @@ runs as it is written.
 
 import functools
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
-from mpx._amp._decide import Place, place_of, table_rule
+from mpx._amp._decide import table_rule
 from mpx._amp._facts import (
     DATA,
     F32,
@@ -28,166 +27,44 @@ from mpx._amp._facts import (
     Settings,
     Source,
     cast,
-    closed_over,
-    either,
-    follow,
     is_bias,
     is_eligible,
     is_low,
 )
 from mpx._amp._hints import in_order_back, is_spread, run_region
-from mpx._amp._rules import BOUNDED, SUMS, Rule
-from mpx._jax._compat import Literal as Number
+from mpx._amp._layout import Layout, is_variable, joined
 from mpx._jax._compat import (
     eval_equation,
     eval_jaxpr,
     jaxpr_of,
-    open_jaxpr,
-    scoped_inside,
     scopes_of,
+    shared_scopes,
     source_context,
 )
 from mpx._jax._devices import cuda_capability
 from mpx._program import HANDLERS
-from mpx._program._flow import Flow
-from mpx._program._interpreter import Jaxpr, Plan, Scopes, Values
-from mpx._program._queries import LOOPS, Equation, leaves, names, sub_jaxprs
+from mpx._program._interpreter import Scopes, Values
+from mpx._program._queries import (
+    CALLS,
+    Equation,
+    Position,
+    equations,
+    names,
+    walk_inside,
+)
 
 # Linear in what they read: nothing is kept for the backward pass but indices and booleans.
 _LINEAR = frozenset(
-    names("add sub neg add_any select_n reshape broadcast_in_dim squeeze expand_dims")
+    CALLS
+    + names("add sub neg add_any select_n reshape broadcast_in_dim squeeze expand_dims")
     + names("transpose slice concatenate stack pad rev split copy reduce_sum gather")
     + names("dynamic_slice convert_element_type stop_gradient tile unstack")
 )
-# Their results are new numbers, so that a literal need not be one of 16 bits.
-_ARITHMETIC = frozenset(names("add sub mul div pow"))
 _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min argmax argmin"))
 _STEPS = frozenset(names("eq ne lt le gt ge is_finite eq_to le_to lt_to"))
-# Linear between steps.
-_PIECEWISE = _LINEAR | _STEPS | frozenset(names("max min clamp abs sign"))
+# Linear between steps; a relu is a call.
+_PIECEWISE = _LINEAR | _STEPS.union(names("max min clamp abs sign custom_jvp_call"))
 _SMALL = 8  # A reduction over so many numbers is kept for the backward pass.
-
-
-# --- The layout -----------------------------------------------------------------------
-
-
-class Layout:
-    """The regions and borders of one jaxpr."""
-
-    def __init__(
-        self,
-        amp: Settings,
-        jaxpr: Jaxpr,
-        scopes: Scopes,
-        plan: Plan | None,
-        may_round: Sequence[bool],
-    ) -> None:
-        """Finds them; `may_round` says which results may be rounded to be returned."""
-        self.jaxpr, self.scopes = jaxpr, scopes
-        self.replaced, dead = plan or ({}, frozenset())
-        self.places: dict[int, Place] = {
-            i: "stored"
-            if i in self.replaced
-            else place_of(amp, eqn, scopes + scopes_of(eqn))
-            for i, eqn in enumerate(jaxpr.eqns)
-            if i not in dead
-        }
-        self.maker = {
-            var: i for i in self.places for var in jaxpr.eqns[i].outvars if _is_var(var)
-        }
-        self.readers: dict[Any, list[int]] = {}
-        for i in self.places:
-            for var in dict.fromkeys(self.atoms(i)):
-                self.readers.setdefault(var, []).append(i)
-        pairs = zip(jaxpr.outvars, may_round, strict=True)
-        self.returned = {var: may for var, may in pairs if _is_var(var)}
-        self.done: set[int] = set()  # The first equations of what ran
-        self.earlier: dict[int, int] = {}  # For an effect, the one before
-        self._find_stored()
-
-    def atoms(self, index: int) -> list[Any]:
-        """Returns the variables that an equation reads."""
-        other = self.replaced.get(index)
-        atoms = self.jaxpr.eqns[index].invars if other is None else other.atoms
-        return [x for x in atoms if _is_var(x)]
-
-    def _find_stored(self) -> None:
-        """Finds which values are stored, and the equations that form a region.
-
-        The level of an equation is the number of borders and stored values behind it.
-        """
-        eqns, inside = self.jaxpr.eqns, [i for i in self.places if self._is_inside(i)]
-        calls = [i for i in self.places if eqns[i].primitive.name in HANDLERS]
-        made = [
-            v for i in inside + calls for v in eqns[i].outvars if is_eligible(v.aval)
-        ]
-        self.stored = {
-            v
-            for v in made
-            if self.returned.get(v)
-            or any(self.places[i] == "stored" for i in self.readers.get(v, ()))
-        }
-        while True:
-            at, level, last = {}, dict[Any, int](), 0
-            for i in self.places:
-                at[i] = max([level.get(v, 0) for v in self.atoms(i)], default=0)
-                if eqns[i].effects:
-                    at[i] = max(at[i], last)
-                    last = at[i] + 1
-                step = not self._is_inside(i)
-                for v in eqns[i].outvars:
-                    level[v] = at[i] + (step or v in self.stored)
-            later = {
-                v
-                for v in made
-                if any(
-                    self._is_inside(i) and at[i] != level[v]
-                    for i in self.readers.get(v, ())
-                )
-            } - self.stored
-            if not later:
-                break
-            self.stored |= later
-        found = joined(
-            inside,
-            lambda i: (
-                j
-                for v in eqns[i].outvars
-                for j in self.readers.get(v, ())
-                if self._is_inside(j) and at[j] == at[i]
-            ),
-        )
-        self.regions = {i: part for part in found for i in part}
-        effects = [i for i in self.places if eqns[i].effects]
-        self.earlier = dict(zip(effects[1:], effects, strict=False))
-
-    def is_stored(self, var: Any) -> bool:
-        """Returns whether a result of a call may be rounded: it is stored, or multiplied."""
-        readers = {self.places[i] for i in self.readers.get(var, ())}
-        return var in self.stored or readers == {"matmul"}
-
-    def _is_inside(self, index: int) -> bool:
-        return self.places[index] == "inside"
-
-
-def joined(
-    items: Iterable[int], neighbours: Callable[[int], Iterable[int]]
-) -> list[list[int]]:
-    """Returns the connected parts of a graph of numbers, each in order."""
-    parent = {i: i for i in items}
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = i = parent[parent[i]]
-        return i
-
-    for i in parent:
-        for j in neighbours(i):
-            parent[root(j)] = root(i)
-    parts: dict[int, list[int]] = {}
-    for i in parent:
-        parts.setdefault(root(i), []).append(i)
-    return [sorted(part) for part in parts.values()]
 
 
 # --- Running --------------------------------------------------------------------------
@@ -208,25 +85,26 @@ def again(
     pairs = [*zip(values, atoms, strict=True)]
     held = [is_low(x) and is_eligible(var.aval) for x, var in pairs]
     low = [x if y else None for x, y in zip(values, held, strict=True)]
-    reading = [amp.frame.layout.readers.get(x, ()) if _is_var(x) else () for x in atoms]
+    reading = [
+        amp.frame.layout.readers.get(x, ()) if is_variable(x) else () for x in atoms
+    ]
     shared = [any(i not in inside for i in indices) for indices in reading]
     wide = [
         None if y and not z and func.keeps else amp.widen(x) if y else x
         for x, y, z in zip(values, held, shared, strict=True)
     ]
 
-    def call(low: Values, wide: Values) -> Values:
-        pairs = zip(low, wide, strict=True)
-        return func.run(*[y if x is None else _held_as(x, y) for x, y in pairs])
-
     if func.keeps is None:
         return func.run(*wide)
     # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
     # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
-    return jax.checkpoint(call, prevent_cse=True, policy=func.keeps)(low, wide)
+    call = jax.checkpoint(func.on_stored, prevent_cse=True, policy=func.keeps)
+    return call(low, wide)
 
 
 def _held_as(low: Any, wide: Any) -> Any:
+    if low is None:
+        return wide
     return cast(low, F32) if wide is None else _derived(low, wide)
 
 
@@ -241,12 +119,16 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     return primals[0].astype(F32), tangents[1]  # so that no one reads the wide one
 
 
-class Region(NamedTuple):
+class Region:
     """What a region computes."""
 
-    run: Callable[..., Values]
-    # Which results are kept for the backward pass; `None` if it is linear
-    keeps: Callable[..., bool] | None
+    def __init__(
+        self, run: Callable[..., Values], keeps: Callable[..., bool] | None
+    ) -> None:
+        """Takes which results are kept for the backward pass; `None` if it is linear."""
+        self.run, self.keeps = run, keeps
+        # One object for regions that are alike: JAX traces it once.
+        self.on_stored = lambda low, wide: run(*map(_held_as, low, wide))
 
 
 class Part(NamedTuple):
@@ -329,7 +211,9 @@ def _run_low(amp: Settings, layout: Layout, part: list[int]) -> None:
     ins = list(dict.fromkeys(v for i in part for v in layout.atoms(i) if v not in made))
     facts = {v: amp.read(v)[1] for v in ins}
     for eqn in eqns:
-        known = [facts[x] if _is_var(x) else amp.flow.literal(x) for x in eqn.invars]
+        known = [
+            facts[x] if is_variable(x) else amp.flow.literal(x) for x in eqn.invars
+        ]
         facts.update(zip(eqn.outvars, amp.flow.after(eqn, known), strict=True))
     outs: list[tuple[Any, bool]] = []
     inside = {*part}
@@ -346,8 +230,10 @@ def _run_low(amp: Settings, layout: Layout, part: list[int]) -> None:
         outs.append((v, False))
         if is_float and "matmul" in kinds and not (is_returned and not others):
             outs.append((v, True))
-    found = _function(amp, Part(eqns, ins, outs), facts)
-    values = again(amp, found, [env[v][0] for v in ins], ins, inside)
+    scopes, inner = shared_scopes(eqns)
+    found = _function(amp, Part(inner, ins, outs), facts)
+    with scopes:
+        values = again(amp, found, [env[v][0] for v in ins], ins, inside)
     wide: dict[Any, Any] = {}
     for (v, is_rounded), value in zip(outs, values, strict=True):
         if is_rounded and v in wide:
@@ -358,81 +244,8 @@ def _run_low(amp: Settings, layout: Layout, part: list[int]) -> None:
     if amp.decisions is not None:
         rounded = {v: amp.dtype.name for v, is_rounded in outs if is_rounded}
         for eqn in eqns:
-            read = [facts[x] if _is_var(x) else DATA for x in eqn.invars]
+            read = [facts[x] if is_variable(x) else DATA for x in eqn.invars]
             _tell(amp, eqn, layout.scopes + scopes_of(eqn), read, rounded)
-
-
-def held_in(value: PyTree, aval: Any, fact: Source) -> Held:
-    """Returns what the numbers of an array are."""
-    if is_low(value):
-        return Held.LOW if is_eligible(aval) else Held.WIDE
-    if fact.held != Held.WIDE or not is_eligible(aval):
-        return fact.held
-    if fact.literal == "outside":
-        return Held.RANGE
-    is_free = fact.literal is not None or is_bias(fact, aval)
-    return Held.FREE if is_free else Held.WIDE
-
-
-def in_f32(fact: Source) -> Source:
-    """Returns what is known of a value that is held in f32, as it is asked to be."""
-    return fact._replace(held=Held.WIDE)
-
-
-def facts_after(
-    amp: Settings, eqn: Equation, facts: Sequence[Source], rule: Rule | None = None
-) -> list[Source]:
-    """Returns what is known of the results of an equation that holds no jaxpr."""
-    held = _held_after(amp, eqn, facts, rule)
-    return [fact._replace(held=held) for fact in follow(eqn, facts)]
-
-
-def _held_after(
-    amp: Settings, eqn: Equation, facts: Sequence[Source], rule: Rule | None
-) -> Held:
-    name = eqn.primitive.name
-    if name == "convert_element_type" and not is_eligible(eqn.invars[0].aval):
-        return Held.FREE if facts[0].literal is not None else Held.WIDE
-    pairs = zip(eqn.invars, facts, strict=True)
-    found = max((x.held for var, x in pairs if is_eligible(var.aval)), default=None)
-    if found is None or found == Held.WIDE:
-        return Held.WIDE
-    rule = rule or table_rule(amp, eqn)
-    if name in SUMS:
-        return Held.FREE
-    if rule == Rule.ORIGINAL:
-        return Held.WIDE
-    if name in BOUNDED:
-        return min(found, Held.LOW)
-    # The result of an exponential may leave the range of f16.
-    is_far = rule == Rule.F32 and amp.dtype == np.float16
-    # A bound, as 0.999 of a clip: 16 bits would make another one.
-    is_cut = name not in _ARITHMETIC and "rounded" in [x.literal for x in facts]
-    return Held.RANGE if found and (is_far or is_cut) else found
-
-
-class Facts(Flow):
-    """What is known of values, followed through a program and all that it calls."""
-
-    def __init__(self, amp: Settings) -> None:
-        super().__init__(lambda *_: DATA, join=either, constant=closed_over)
-        object.__setattr__(self, "amp", amp)
-
-    def literal(self, atom: Any) -> Source:
-        fact = self.amp.literal_fact(atom)
-        return fact._replace(held=held_in(None, atom.aval, fact))
-
-    def entering(self, label: Source, var: Any) -> Source:
-        return self.amp.fact_inside(label, var, "slice")
-
-    def results(self, eqn: Equation, ins: list[Source]) -> Sequence[Source]:
-        if eqn.primitive.name in HANDLERS:
-            return [DATA] * len(eqn.outvars)
-        return facts_after(self.amp, eqn, ins)
-
-    def after(self, eqn: Equation, ins: list[Source]) -> Sequence[Source]:
-        outs = super().after(eqn, ins)
-        return [*map(in_f32, outs)] if eqn.primitive.name in LOOPS else outs
 
 
 def _tell(
@@ -447,10 +260,9 @@ def _tell(
         return
     name = eqn.primitive.name
     if name in HANDLERS:
-        for body in sub_jaxprs(eqn):
-            for inner in body.eqns:
-                unknown = [DATA] * len(inner.invars)
-                _tell(amp, inner, scopes + scopes_of(inner), unknown)
+        for here in walk_inside(Position(eqn, scopes)):
+            if here.eqn.primitive.name not in HANDLERS:
+                _tell(amp, here.eqn, here.scopes, [DATA] * len(here.eqn.invars))
         return
     dtypes = [getattr(var.aval, "dtype", None) for var in eqn.invars]
     if name == "convert_element_type" or F32 not in dtypes:
@@ -490,13 +302,7 @@ def _function(amp: Settings, part: Part, facts: dict[Any, Source]) -> Region:
         made = _make(amp, part, marks, on_gpu)
         if key is not None:
             amp.parts[key] = made
-    first = part.equations[0]
-
-    def run(*values: Any) -> Values:
-        with source_context(first):
-            return made.run(*values)
-
-    return made._replace(run=run)
+    return made
 
 
 def _mark(eqn: Equation, facts: dict[Any, Source], out: Any, widest: int) -> str:
@@ -504,7 +310,7 @@ def _mark(eqn: Equation, facts: dict[Any, Source], out: Any, widest: int) -> str
     read = [
         x
         for x in eqn.invars
-        if _is_var(x) and is_eligible(x.aval) and facts[x].held != Held.LOW
+        if is_variable(x) and is_eligible(x.aval) and facts[x].held != Held.LOW
     ]
     if not read or not is_eligible(out.aval):
         return ""
@@ -527,12 +333,16 @@ def _signature(part: Part) -> Hashable:
     number = {var: i for i, var in enumerate(variables)}
 
     def wire(atom: Any) -> Hashable:
-        if _is_var(atom):
+        if is_variable(atom):
             return number[atom]
         return repr(atom.val), str(atom.aval)
 
     steps = [
-        (eqn.primitive, *eqn.params.items(), *map(wire, eqn.invars), len(eqn.outvars))
+        (
+            (eqn.primitive, scopes_of(eqn), len(eqn.outvars)),
+            *eqn.params.items(),
+            *map(wire, eqn.invars),
+        )
         for eqn in part.equations
     ]
     outs = [(number[v], is_rounded) for v, is_rounded in part.outs]
@@ -545,10 +355,9 @@ def _make(
     amp: Settings, part: Part, marks: list[tuple[str, ...]], on_gpu: bool
 ) -> Region:
     dtype, eqns = amp.dtype, part.equations
-    inner = [scoped_inside(eqn, eqns[0]) for eqn in eqns]
-    notes = {id(eqn): x for eqn, x in zip(inner, marks, strict=True) if any(x)}
+    notes = {id(eqn): x for eqn, x in zip(eqns, marks, strict=True) if any(x)}
     variables = list(dict.fromkeys(v for v, _ in part.outs))
-    jaxpr = jaxpr_of(part.ins, variables, inner)
+    jaxpr = jaxpr_of(part.ins, variables, eqns)
 
     def back(eqn: Equation, outs: Values) -> Values:
         if id(eqn) not in notes:
@@ -570,19 +379,17 @@ def _make(
 
     # Codes choose themselves what is kept.
     has_codes = amp.residuals is not None
-    if has_codes or all(_is_linear(eqn, _LINEAR) for eqn in eqns):
+    steps = [x for eqn in eqns for x in (eqn, *equations(eqn))]
+    if has_codes or all(_is_linear(x, _LINEAR) for x in steps):
         return Region(compute, None)
-    linear = all(_is_linear(x, _PIECEWISE) for eqn in eqns for x in leaves([eqn]))
-    return Region(compute, _keeps_steps if linear else _keeps)
+    is_piecewise = all(_is_linear(x, _PIECEWISE) for x in steps)
+    return Region(compute, _keeps_steps if is_piecewise else _keeps)
 
 
 def _is_linear(eqn: Equation, known: frozenset[str]) -> bool:
     name = eqn.primitive.name
-    if name == "custom_jvp_call":  # such as a relu
-        inner = leaves(open_jaxpr(eqn.params["call_jaxpr"])[0].eqns)
-        return known is _PIECEWISE and all(_is_linear(x, known) for x in inner)
     if name in ("mul", "div"):
-        numbers = [not _is_var(x) for x in eqn.invars]
+        numbers = [not is_variable(x) for x in eqn.invars]
         return numbers[1] or (name == "mul" and numbers[0])
     has_no_slope = not any(
         jax.numpy.issubdtype(getattr(v.aval, "dtype", bool), jax.numpy.inexact)
@@ -625,7 +432,3 @@ def _rounded_back(x: Any, dtype: Any) -> Any:
 def _(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     low = lax.optimization_barrier(tangents[0].astype(dtype))
     return primals[0], low.astype(F32)
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Number)

@@ -10,7 +10,7 @@ from jax import lax
 
 from mpx._amp._decide import RAGGED
 from mpx._amp._facts import MOVES, Settings, Source, is_lookup
-from mpx._amp._regions import Facts
+from mpx._amp._follow import Facts
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import Int8, Recipe

@@ -6,6 +6,7 @@
 import contextlib
 import dis
 import functools
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -368,14 +369,18 @@ def source_context(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     return user_context(eqn.source_info.traceback, name_stack=stack)
 
 
-def scoped_inside(eqn: Any, outer: Any) -> Any:
-    """Returns an equation to run in the scopes of another one, without those of both."""
-    info, stack = eqn.source_info, eqn.source_info.name_stack
-    shared = len(outer.source_info.name_stack.stack)
-    if stack.stack[:shared] != outer.source_info.name_stack.stack:
-        return eqn
-    rest = type(stack)(stack.stack[shared:])
-    return eqn.replace(source_info=info.replace(name_stack=rest))
+def shared_scopes(eqns: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Returns the scopes that equations share, as a context, and the same without them."""
+    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
+    levels = itertools.takewhile(lambda x: len({*x}) == 1, zip(*stacks, strict=False))
+    shared, info = len([*levels]), eqns[0].source_info
+    make = type(info.name_stack)
+    inner = [
+        eqn.replace(source_info=eqn.source_info.replace(name_stack=make(x[shared:])))
+        for eqn, x in zip(eqns, stacks, strict=True)
+    ]
+    stack = current_name_stack() + make(stacks[0][:shared])
+    return user_context(info.traceback, name_stack=stack), inner
 
 
 def scopes_of(eqn: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxtyping import PyTree
@@ -72,29 +72,67 @@ def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
 
 
 def pull(
-    jaxpr: Any, labels: Sequence[T | None], passes: Collection[str]
+    jaxpr: Any,
+    labels: Sequence[T | None],
+    rule: Callable[[Equation, list[T | None]], Sequence[T | None]],
+    join: Callable[[T, T], T] = lambda one, other: one,
 ) -> dict[Any, T]:
-    """Returns the labels of variables, given those of the results of a jaxpr."""
+    """Returns the labels of variables, given those of the results of a jaxpr.
+
+    `rule` labels the operands of an equation, given its results' labels.
+    """
     body, _ = open_jaxpr(jaxpr)
-    known = {
-        var: label
-        for var, label in zip(body.outvars, labels, strict=False)
-        if label and not isinstance(var, Literal)
-    }
-    for eqn in reversed(body.eqns) if known else ():
-        found = [known.get(var) for var in eqn.outvars]
-        label = next(filter(None, found), None)
-        if label is None:
-            continue
-        if (call := called(eqn)) is not None:
-            inside = pull(call, found, passes)
-            pairs = zip(eqn.invars, open_jaxpr(call)[0].invars, strict=True)
-            known.update((x, inside[y]) for x, y in pairs if y in inside)
-        elif primitive_name(eqn) in passes:
-            for atom in eqn.invars:
-                if not isinstance(atom, Literal) and atom.aval.shape != ():
-                    known.setdefault(atom, label)
+    known: dict[Any, T] = {}
+
+    def add(atoms: Sequence[Any], found: Sequence[T | None]) -> None:
+        for atom, label in zip(atoms, found, strict=False):
+            if label is not None and not isinstance(atom, Literal):
+                known[atom] = join(known[atom], label) if atom in known else label
+
+    add(body.outvars, labels)
+    for eqn in reversed(body.eqns):
+        outs = [known.get(var) for var in eqn.outvars]
+        inside = pull_inside(eqn, outs, rule, join)
+        bodies, start = _entered(eqn)
+        for inner in bodies:
+            found = pull(inner, inside, rule, join)
+            add(eqn.invars[start:], [found.get(x) for x in inner.invars])
+        if not bodies:
+            add(eqn.invars, rule(eqn, outs))
     return known
+
+
+def pull_inside(
+    eqn: Equation,
+    outs: Sequence[T | None],
+    rule: Callable[[Equation, list[T | None]], Sequence[T | None]],
+    join: Callable[[T, T], T],
+) -> list[T | None]:
+    """Returns the labels of the results of the bodies of an equation; of a loop, in any step."""
+    labels = list(outs)
+    if primitive_name(eqn) not in LOOPS:
+        return labels
+    (carry, _), ((body,), _) = loop_carry(eqn), _entered(eqn)
+    while True:
+        found = pull(body, labels, rule, join)
+        inputs = [found.get(x) for x in body.invars[carry]]
+        pairs = zip(labels, inputs, strict=False)
+        known = [y if x is None else x if y is None else join(x, y) for x, y in pairs]
+        if known == labels[: len(known)]:
+            return labels
+        labels[: len(known)] = known
+
+
+def _entered(eqn: Equation) -> tuple[list[Any], int]:
+    """Returns the jaxprs that an equation runs, and the first operand that these get."""
+    name, params = primitive_name(eqn), eqn.params
+    if name in LOOPS:
+        body = open_jaxpr(params.get("jaxpr", params.get("body_jaxpr")))[0]
+        return [body], loop_carry(eqn)[1]
+    if name == "cond":
+        return [open_jaxpr(x)[0] for x in params["branches"]], 1
+    body = called(eqn)
+    return [] if body is None else [open_jaxpr(body)[0]], 0
 
 
 class Walk(Generic[T]):

@@ -231,6 +231,14 @@ def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
 _PASSES = MOVES.union(names("reduce_sum add_any neg psum psum_invariant mul div"))
 
 
+def _passed(eqn: Equation, outs: list[Name]) -> list[Name]:
+    """Returns whose gradients the operands of an equation are, given its results."""
+    known = [name for name in outs if name]
+    if not known or primitive_name(eqn) not in _PASSES:
+        return []
+    return [known[0] if x.aval.shape != () else None for x in eqn.invars]
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where an operation stands in a program."""
@@ -301,7 +309,7 @@ class _Sites(Walk[_Label]):
         if around.callers:
             is_while = primitive_name(around.callers[-1]) == "while"
             made = [] if is_while else self._feeds(around.callers[-1])
-        self._grads = pull(jaxpr, made, _PASSES)
+        self._grads = pull(jaxpr, [name or None for name in made], _passed)
         outs = super().run(jaxpr, labels, around)
         self._grads = before
         return outs

@@ -1,0 +1,168 @@
+"""The layout of a jaxpr: which equations form regions, and which values are stored."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mpx._amp._decide import Place, place_of
+from mpx._amp._facts import Settings, is_eligible
+from mpx._jax._compat import Literal, scopes_of
+from mpx._program import HANDLERS
+from mpx._program._interpreter import Jaxpr, Plan, Scopes
+
+
+class Layout:
+    """The regions and borders of one jaxpr."""
+
+    def __init__(
+        self,
+        amp: Settings,
+        jaxpr: Jaxpr,
+        scopes: Scopes,
+        plan: Plan | None,
+        may_round: Sequence[bool],
+    ) -> None:
+        """Finds them; `may_round` says which results may be rounded to be returned."""
+        self.jaxpr, self.scopes = jaxpr, scopes
+        self.replaced, dead = plan or ({}, frozenset())
+        self.places: dict[int, Place] = {
+            i: "stored"
+            if i in self.replaced
+            else place_of(amp, eqn, scopes + scopes_of(eqn))
+            for i, eqn in enumerate(jaxpr.eqns)
+            if i not in dead
+        }
+        self.maker = {
+            var: i
+            for i in self.places
+            for var in jaxpr.eqns[i].outvars
+            if is_variable(var)
+        }
+        self.readers: dict[Any, list[int]] = {}
+        for i in self.places:
+            for var in dict.fromkeys(self.atoms(i)):
+                self.readers.setdefault(var, []).append(i)
+        pairs = zip(jaxpr.outvars, may_round, strict=True)
+        self.returned = {var: may for var, may in pairs if is_variable(var)}
+        self.earlier: dict[int, int] = {}  # For an effect, the one before
+        self._find_stored()
+
+    def atoms(self, index: int) -> list[Any]:
+        """Returns the variables that an equation reads."""
+        other = self.replaced.get(index)
+        atoms = self.jaxpr.eqns[index].invars if other is None else other.atoms
+        return [x for x in atoms if is_variable(x)]
+
+    def _find_stored(self) -> None:
+        """Finds which values are stored, and the equations that form a region.
+
+        The level of an equation is the number of borders and stored values behind it.
+        """
+        eqns, inside = self.jaxpr.eqns, [i for i in self.places if self._is_inside(i)]
+        calls = [i for i in self.places if eqns[i].primitive.name in HANDLERS]
+        made = [
+            v for i in inside + calls for v in eqns[i].outvars if is_eligible(v.aval)
+        ]
+        self.stored = {
+            v
+            for v in made
+            if self.returned.get(v)
+            or any(self.places[i] == "stored" for i in self.readers.get(v, ()))
+        }
+        while True:
+            at, level, last = {}, dict[Any, int](), 0
+            for i in self.places:
+                at[i] = max([level.get(v, 0) for v in self.atoms(i)], default=0)
+                if eqns[i].effects:
+                    at[i] = max(at[i], last)
+                    last = at[i] + 1
+                step = not self._is_inside(i)
+                for v in eqns[i].outvars:
+                    level[v] = at[i] + (step or v in self.stored)
+            later = {
+                v
+                for v in made
+                if any(
+                    self._is_inside(i) and at[i] != level[v]
+                    for i in self.readers.get(v, ())
+                )
+            } - self.stored
+            if not later:
+                break
+            self.stored |= later
+        found = joined(
+            inside,
+            lambda i: (
+                j
+                for v in eqns[i].outvars
+                for j in self.readers.get(v, ())
+                if self._is_inside(j) and at[j] == at[i]
+            ),
+        )
+        self.regions = {i: part for part in found for i in part}
+        effects = [i for i in self.places if eqns[i].effects]
+        self.earlier = dict(zip(effects[1:], effects, strict=False))
+
+    def is_stored(self, var: Any) -> bool:
+        """Returns whether a result of a call may be rounded: it is stored, or multiplied."""
+        readers = {self.places[i] for i in self.readers.get(var, ())}
+        return var in self.stored or readers == {"matmul"}
+
+    def _is_inside(self, index: int) -> bool:
+        return self.places[index] == "inside"
+
+    def units(self) -> Iterator[list[int]]:
+        """Yields the borders in the order of the program, and each region before its readers.
+
+        A region that nothing reads is left out.
+        """
+        borders = [i for i in self.places if not self._is_inside(i)]
+        outs = [self.maker[v] for v in self.jaxpr.outvars if v in self.maker]
+        entered, done = set[int](), set[int]()
+        for root in (*borders, *outs):
+            stack = [root]
+            while stack:
+                members = self.regions.get(stack[-1], stack[-1:])
+                first = members[0]
+                if first not in entered:
+                    entered.add(first)
+                    before = self._before(members)
+                    stack += [i for i in reversed(before) if i not in entered]
+                    continue
+                stack.pop()
+                if first not in done:
+                    done.add(first)
+                    yield members
+
+    def _before(self, members: list[int]) -> list[int]:
+        """Returns what has to run before a unit."""
+        found = [self.earlier[i] for i in members if i in self.earlier]
+        inside = {*members}
+        made = [
+            self.maker[v] for i in members for v in self.atoms(i) if v in self.maker
+        ]
+        return found + [i for i in made if i not in inside]
+
+
+def is_variable(atom: Any) -> bool:
+    """Returns whether an atom of a jaxpr is no number that is written into it."""
+    return not isinstance(atom, Literal)
+
+
+def joined(
+    items: Iterable[int], neighbours: Callable[[int], Iterable[int]]
+) -> list[list[int]]:
+    """Returns the connected parts of a graph of numbers, each in order."""
+    parent = {i: i for i in items}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = i = parent[parent[i]]
+        return i
+
+    for i in parent:
+        for j in neighbours(i):
+            parent[root(j)] = root(i)
+    parts: dict[int, list[int]] = {}
+    for i in parent:
+        parts.setdefault(root(i), []).append(i)
+    return [sorted(part) for part in parts.values()]
