@@ -73,25 +73,19 @@ def place_of(amp: Settings, eqn: Equation, scopes: Scopes) -> Place:
     name = eqn.primitive.name
     if name in MATMULS:
         return "matmul"
-    if name in HANDLERS:
-        if has_work(amp, eqn, scopes):
-            return "stored"
-        is_plain = name in _RULED and not eqn.effects
-        inner = (x.eqn for x in walk_inside(Position(eqn)) if is_plain)
-        is_inside = is_plain and all(_may_be_inside(x) for x in inner)
-        return "inside" if is_inside else "alone"
-    if name in _MULTIPLIES:
+    if name in _MULTIPLIES or (name in HANDLERS and has_work(amp, eqn, scopes)):
         return "stored"
+    if name in HANDLERS:
+        inner = [x.eqn for x in walk_inside(Position(eqn)) if name in _RULED]
+        is_inside = name in _RULED and not eqn.effects
+        return "inside" if is_inside and all(map(_may_be_inside, inner)) else "alone"
     rule = user_rule(amp, eqn, scopes)
     if rule is not None:
         return "alone" if rule in (Rule.F32, Rule.ORIGINAL) else "stored"
-    if name == "convert_element_type":
+    if _may_be_inside(eqn) and not eqn.effects:
         return "inside"
-    if eqn.effects or name not in ROWS:
-        return "alone"
-    if name == "psum" and table_rule(amp, eqn) == Rule.F32:
-        return "alone"
-    return ROWS[name].place
+    is_stored = name in ROWS and ROWS[name].place == "stored" and not eqn.effects
+    return "stored" if is_stored and table_rule(amp, eqn) != Rule.F32 else "alone"
 
 
 def _may_be_inside(eqn: Equation) -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from mpx._amp._facts import F32
-from mpx._jax._compat import Literal, eval_equation, open_jaxpr, source_context
+from mpx._amp._facts import F32, cast, is_low
+from mpx._amp._rules import SUMS_BACK
+from mpx._jax._compat import Literal, bind, eval_equation, open_jaxpr, source_context
 from mpx._jax._devices import cuda_capability, in_order
 from mpx._program._flow import propagate
 from mpx._program._interpreter import Frame, Jaxpr, Op, Values
@@ -127,12 +128,31 @@ def run_region(
                 if (angle := _angle_of_sum(eqn, angles)) is not None:
                     # Shorter, and 1 does not cancel most of a tanh near -1.
                     return [2 * lax.logistic(2 * angle)]
-            outs = back(eqn, eval_equation(eqn, values))
+            outs = back(eqn, run_alone(eqn, values))
             return mean_apart(frame, eqn, outs) if on_gpu else outs
 
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     known = dict(zip(inputs, args, strict=True))
     return propagate(jaxpr, known, run, lambda atom: atom.val)
+
+
+def run_alone(eqn: Equation, values: Values) -> Values:
+    """Runs an equation of a region; what is written in 16 bits sums in f32 in its transpose."""
+    if not sums_low(eqn):
+        return eval_equation(eqn, values)
+    wide = [cast(x, F32) if is_low(x) else x for x in values]
+    pairs = zip(bind(eqn, wide), eqn.outvars, strict=True)
+    return [cast(x, var.aval.dtype) for x, var in pairs]
+
+
+def sums_low(eqn: Equation) -> bool:
+    """Returns whether a 16-bit number, as it is written, is used several times."""
+    is_candidate = eqn.primitive.name in SUMS_BACK
+    return (
+        is_candidate
+        and not isinstance(eqn.invars[0], Literal)
+        and is_low(eqn.invars[0].aval)
+    )
 
 
 def _angle_of_sum(eqn: Equation, angles: Mapping[Any, Array]) -> Array | None:

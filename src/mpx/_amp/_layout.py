@@ -116,7 +116,7 @@ class Layout:
         A region that nothing reads is left out.
         """
         borders = [i for i in self.places if not self._is_inside(i)]
-        outs = [self.maker[v] for v in self.jaxpr.outvars if v in self.maker]
+        outs = [self.maker[v] for v in self.returned if v in self.maker]
         entered, done = set[int](), set[int]()
         for root in (*borders, *outs):
             stack = [root]

@@ -31,7 +31,7 @@ from mpx._amp._facts import (
     is_eligible,
     is_low,
 )
-from mpx._amp._hints import in_order_back, is_spread, run_region
+from mpx._amp._hints import in_order_back, is_spread, run_region, sums_low
 from mpx._amp._layout import Layout, is_variable, joined
 from mpx._jax._compat import (
     eval_equation,
@@ -49,6 +49,7 @@ from mpx._program._queries import (
     Equation,
     Position,
     equations,
+    leaves,
     names,
     walk_inside,
 )
@@ -197,8 +198,14 @@ def _bytes(var: Any) -> int:
 def _run_as_written(amp: Settings, layout: Layout, eqn: Equation) -> None:
     pairs = [amp.read(atom) for atom in eqn.invars]
     facts = [fact for _, fact in pairs]
-    with source_context(eqn), eqn.ctx.manager:
-        outs = eval_equation(eqn, [x for x, _ in pairs])
+    values = [x for x, _ in pairs]
+    if any(map(sums_low, leaves([eqn]))):
+        atoms = [*dict.fromkeys(filter(is_variable, eqn.invars))]
+        alone = jaxpr_of(atoms, eqn.outvars, [eqn])
+        outs = run_region(alone, [amp.read(x)[0] for x in atoms])
+    else:
+        with source_context(eqn), eqn.ctx.manager:
+            outs = eval_equation(eqn, values)
     known = amp.flow.after(eqn, facts)
     amp.frame.env.update(zip(eqn.outvars, zip(outs, known, strict=True), strict=True))
     _tell(amp, eqn, layout.scopes + scopes_of(eqn), facts)
@@ -367,7 +374,7 @@ def _make(
         return [asked[note](x) for x, note in zip(outs, notes[id(eqn)], strict=True)]
 
     def compute(*values: Any) -> Values:
-        if on_gpu or notes:
+        if on_gpu or notes or any(map(sums_low, leaves(eqns))):
             outs = run_region(jaxpr, values, back)
         else:
             outs = eval_jaxpr(jaxpr, (), *values)

@@ -135,6 +135,8 @@ SUMS = frozenset(names("reduce_sum reduce_prod cumsum cumprod cumlogsumexp")).un
     names("reduce_window_sum scatter-add scatter_add select_and_scatter_add add_any")
 )
 """Primitives whose results are sums, or products, of many numbers."""
+SUMS_BACK = frozenset(names("broadcast_in_dim gather tile"))
+"""Primitives that use one number several times: their transposes sum."""
 UNKNOWN = "not in the rule table"
 LOW_NAME = "mpx:low"
 """The name that `amp_low` gives to a value."""
