@@ -286,6 +286,9 @@ def _overlaps(eqn: Equation) -> bool:
     return any((size - 1) * dilation >= stride for size, dilation, stride in axes)
 
 
+_MANY = 8
+
+
 def low_operands(
     amp: Settings, op: Op
 ) -> tuple[Values, dict[int, tuple[PyTree, np.dtype]]]:
@@ -298,8 +301,10 @@ def low_operands(
         # Parameters are cast for each matmul: their cotangents add up in f32. An activation
         # is cast once: its cotangents add up in the matmuls that make them, as in a model
         # written in 16 bits. Each in an array of its own costs memory traffic and, where
-        # they are sums over devices, an all-reduce each.
-        if not op.facts[side].may_be_param:
+        # they are sums over devices, an all-reduce each. Of many, a sum may stand still.
+        if len(amp.frame.layout.reading(op.eqn.invars[side])) > _MANY:
+            value = amp.widen(value)
+        elif not op.facts[side].may_be_param:
             is_f32 = getattr(value, "dtype", None) == F32
             args[side] = (amp.once if is_f32 else cast)(value, amp.dtype)
             continue

@@ -52,6 +52,10 @@ class Layout:
         atoms = self.jaxpr.eqns[index].invars if other is None else other.atoms
         return [x for x in atoms if is_variable(x)]
 
+    def reading(self, atom: Any) -> Sequence[int]:
+        """Returns the equations that read a value."""
+        return self.readers.get(atom, ()) if is_variable(atom) else ()
+
     def _find_stored(self) -> None:
         """Finds which values are stored, and the equations that form a region.
 

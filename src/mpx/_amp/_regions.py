@@ -86,9 +86,7 @@ def again(
     pairs = [*zip(values, atoms, strict=True)]
     held = [is_low(x) and is_eligible(var.aval) for x, var in pairs]
     low = [x if y else None for x, y in zip(values, held, strict=True)]
-    reading = [
-        amp.frame.layout.readers.get(x, ()) if is_variable(x) else () for x in atoms
-    ]
+    reading = map(amp.frame.layout.reading, atoms)
     shared = [any(i not in inside for i in indices) for indices in reading]
     wide = [
         None if y and not z and func.keeps else amp.widen(x) if y else x
