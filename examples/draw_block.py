@@ -33,6 +33,8 @@ LABELS = {
 }
 COLOURS = {"f32": "#3b6fb6", "bf16": "#b35900"}
 NAMES = {"float32": "f32", "bfloat16": "bf16"}
+CASTS = ("convert_element_type", "custom_jvp_call")  # one with a derivative of its own
+MOVES = ("reshape", "split", "transpose", "broadcast_in_dim")
 
 
 def norm(x, weight):
@@ -47,9 +49,9 @@ def block(params, x):
         y = (y @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1)
         q, k, v = jnp.split(y, 3, -1)
     with scope("scores"):
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     with scope("softmax"):
-        weights = jax.nn.softmax(scores)
+        weights = jax.nn.softmax(scores / q.shape[-1] ** 0.5)
     with scope("mix"):
         y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
     with scope("out"):
@@ -80,28 +82,45 @@ def trace():
         "down": array(4 * WIDTH, WIDTH),
     }
     jaxpr = jax.make_jaxpr(mpx.amp(block))(params, array(2, 16, WIDTH)).jaxpr
-    made = {jaxpr.invars[-1]: "input"}  # where a value comes from
+    # Where a value comes from, and the dtype in which it travels.
+    made = {jaxpr.invars[-1]: ("input", "f32")}
     boxes, arrows = dict.fromkeys(LABELS, "bf16"), {}
     boxes["input"] = "f32"
-    for eqn in jaxpr.eqns:
+    for eqn in flat(jaxpr, made):
+        read = [made[var] for var in eqn.invars if is_variable(var) and var in made]
+        dtype = NAMES[str(eqn.outvars[0].aval.dtype)]
+        if eqn.primitive.name in CASTS:
+            # XLA fuses a cast with what makes or reads the value.
+            made.update({eqn.outvars[0]: (x, min(y, dtype)) for x, y in read})
+            continue
         name = str(eqn.source_info.name_stack).partition("/")[0]
-        for var in eqn.invars:
-            source = None if hasattr(var, "val") else made.get(var)  # a number
-            if source not in (None, name):
-                arrows[source, name] = NAMES[str(var.aval.dtype)]
-        if computes_in_f32(eqn):
+        arrows.update({(x, name): y for x, y in read if x != name})
+        if dtype == "f32" and eqn.primitive.name not in MOVES:
             boxes[name] = "f32"
-        made.update(dict.fromkeys(eqn.outvars, name))
+        # What only moves is no computation in f32.
+        moved = read[0][1] if read and eqn.primitive.name in MOVES else dtype
+        made.update(dict.fromkeys(eqn.outvars, (name, moved)))
     return boxes, arrows
 
 
-def computes_in_f32(eqn):
-    """Returns whether an equation, or one inside it, does more than cast to f32."""
-    inner = eqn.params.get("jaxpr")
-    if inner is not None:
-        return any(map(computes_in_f32, inner.eqns))
-    is_f32 = any(str(var.aval.dtype) == "float32" for var in eqn.outvars)
-    return is_f32 and eqn.primitive.name != "convert_element_type"
+def flat(jaxpr, made):
+    """Yields the equations of a jaxpr; of a region, which is one equation, those inside."""
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr")
+        if inner is None:
+            yield eqn
+            continue
+        pairs = zip(inner.invars, eqn.invars, strict=True)
+        made.update({x: made[y] for x, y in pairs if is_variable(y) and y in made})
+        yield from flat(inner, made)
+        made.update(
+            {x: made[y] for x, y in zip(eqn.outvars, inner.outvars, strict=True)}
+        )
+
+
+def is_variable(atom):
+    """Returns whether an atom is no number that is written into the program."""
+    return not hasattr(atom, "val")
 
 
 def draw(boxes, arrows):

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import held, normal
+from models import normal, store, stored
 from mpx import amp
 
 T, D = 6, 8
@@ -18,9 +18,9 @@ W = normal(1, 3, D, D) / 2
 LOWEST = {"finfo": float(jnp.finfo(jnp.float32).min), "-1e9": -1e9}
 
 
-def dtypes_of(func, *args, primitive="add"):
-    """Returns the dtypes in which the results of operations of one kind are held."""
-    return held(jax.make_jaxpr(func)(*args), primitive)
+def dtypes_of(func, *args):
+    """Returns the dtypes in which `store` holds what it is given."""
+    return stored(jax.make_jaxpr(func)(*args))
 
 
 # --- What is no parameter stays f32 ---------------------------------------------------
@@ -156,12 +156,12 @@ def test_positions_above_256_are_not_rounded(name, grad):
 
 def test_number_that_is_closed_over_may_be_data_and_stays_f32():
     target, lowest = jnp.float32(1000.7), jnp.float32(LOWEST["finfo"])
-    off = amp(lambda x: x @ W[0] - target)
+    off = amp(lambda x: store(x @ W[0] - target))
     for func in (off, jax.jit(off), lambda x: jax.vjp(off, x)[0]):
-        assert dtypes_of(func, X, primitive="sub") == ["float32"]
+        assert dtypes_of(func, X) == ["float32"]
     keep = jnp.eye(T, D, dtype=bool)
-    masked = amp(lambda x: jnp.where(keep, x @ W[0], lowest))
-    assert dtypes_of(masked, X, primitive="select_n") == ["float32"]
+    masked = amp(lambda x: store(jnp.where(keep, x @ W[0], lowest)))
+    assert dtypes_of(masked, X) == ["float32"]
     assert bool(jnp.all(jnp.isfinite(masked(X))))
 
 
@@ -201,7 +201,7 @@ def test_an_equinox_module_under_amp_is_trained():
 
 def test_a_batch_of_the_same_structure_is_no_part_of_the_model():
     def func(p, batch):
-        return batch["bias"] @ p["weight"] + batch["weight"]
+        return store(batch["bias"] @ p["weight"] + batch["weight"])
 
     batch = {"weight": W[0, :1], "bias": X}
     assert dtypes_of(amp(func), TREE, batch) == ["float32"]
@@ -227,10 +227,10 @@ def test_report_of_a_partitioned_model_counts_the_gradients_of_the_trained_part(
 
 def test_bias_that_may_be_an_input_does_not_follow():
     def func(x, w, b):
-        return x @ w + b
+        return store(x @ w + b)
 
     assert dtypes_of(amp(func), X, *TREE.values()) == ["float32"]
-    closed = amp(lambda x: x @ LAYER.weight + LAYER.bias)
+    closed = amp(lambda x: store(x @ LAYER.weight + LAYER.bias))
     assert dtypes_of(closed, X) == ["float32"]
 
 

@@ -20,7 +20,7 @@ from models import normal
 from mpx import amp
 from mpx._amp._facts import recorded
 
-D, T = 4, 6
+D, T = 8, 6
 
 
 def grid(seed, *shape):

@@ -27,10 +27,10 @@ PAGES = [
 
 def rule_table():
     """Returns the lines that the page of the rules should have."""
-    lines = ["| rule | primitives | why |", "|---|---|---|"]
-    for rule, reason, names in TABLE:
+    lines = ["| rule | where | primitives | why |", "|---|---|---|---|"]
+    for rule, place, reason, names in TABLE:
         listed = ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| {rule} | {listed} | {reason} |")
+        lines.append(f"| {rule} | {place} | {listed} | {reason} |")
     return lines
 
 

@@ -490,11 +490,12 @@ RESIDUALS = {
     ),
     # The carry of each layer, and nothing else.
     "remat": (in_remat, LAYERS, {"f32": 4 * 3 * B * D}),
-    # A weight in 16 bits for each but the first layer, and the cast input.
+    # A weight in 16 bits for each but the first layer, the cast input, and what the tanh
+    # reads, from which its derivative is computed in f32, and what the matmul after it reads.
     "amp": (
         mpx.amp(two_layers, "bf16"),
         WEIGHTS,
-        {"bf16": 2 * (B * D + B * H + H * D)},
+        {"bf16": 2 * (B * D + 2 * B * H + H * D)},
     ),
 }
 

@@ -451,7 +451,7 @@ class Roots(Reading):
         name = self.maker[root].primitive.name if root in self.maker else ""
         if fact.is_param or name in _REDUCTIONS or need.level == EXACT:
             return None
-        if not jnp.issubdtype(aval.dtype, jnp.floating) or aval.size < LEAST:
+        if not jnp.issubdtype(aval.dtype, jnp.floating) or _size(root) < LEAST:
             return None
         is_alike = fact.rough < 2 and need.level <= FACTOR and can_code(aval)
         by_row = need.by_row or fact.rough == 1
@@ -472,7 +472,7 @@ class Roots(Reading):
                 "" if bits == 8 else self.needs[root].why or "codes save too little",
                 f"{frames[0][1]}:{frames[0][2]}" if frames else "an input",
             )
-            if root.aval.size >= LEAST:
+            if _size(root) >= LEAST:
                 recording.residuals.append(told)
 
 
@@ -488,7 +488,8 @@ def _large(var: Any, fact: Fact) -> list[Any]:
 
 
 def _size(atom: Any) -> int:
-    return getattr(atom.aval, "size", 0)
+    size = getattr(atom.aval, "size", 0)
+    return size if isinstance(size, int) else 1 << 60  # a symbol: it is never coded
 
 
 def _is_inverse(eqn: Equation) -> bool:

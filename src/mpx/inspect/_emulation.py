@@ -259,7 +259,7 @@ class _Rounding(Visitor):
         eqn, name = op.eqn, primitive_name(op.eqn)
         by_platform = bool(eqn.params.get("branches_platforms"))
         if name in _NESTED and not by_platform:
-            return HANDLERS[name](self, op)
+            return HANDLERS[name](self, _with_seed(op))
         if name in _DERIVED or by_platform:
             return self._inline(op)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
@@ -383,6 +383,21 @@ class _Rounding(Visitor):
 def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     """Runs an equation with f32 in place of 16 bits."""
     return bind(eqn, [as_array(x) for x in values], **f32_params(eqn, is_half))
+
+
+def _with_seed(op: Op) -> Op:
+    """Returns an operation whose numbers are cotangents if it is part of a backward pass.
+
+    The cotangent of the loss is a number, and equations inside do not say what they are part of.
+    """
+    if not is_transposed(op.eqn):
+        return op
+    pairs = zip(op.eqn.invars, op.facts, strict=True)
+    facts = [
+        fact._replace(is_cotangent=fact.is_cotangent or isinstance(x, Literal))
+        for x, fact in pairs
+    ]
+    return op._replace(facts=facts)
 
 
 def _is_cotangent(op: Op) -> bool:
