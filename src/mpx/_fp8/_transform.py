@@ -247,7 +247,7 @@ class Fp8Function(Generic[P, R]):
         out = call_through(visitor, inner, args, kwargs, eager=eager)
         if scales is not None:
             found = {path: probe.shape[:-1] for path, (_, probe) in scales.items()}
-            check_keys(visitor.wanted, found)
+            check_keys(visitor.places, found)
         return out
 
     def visitor(
@@ -310,7 +310,7 @@ class Fp8Function(Generic[P, R]):
             )
         (visitor, inner), last = self.visitor(), (recipe.history, 3)
         trace(visitor, inner, args, kwargs)
-        keys = visitor.wanted.items()
+        keys = visitor.places.items()
         state = Fp8State({x: jnp.zeros((*n, *last), jnp.float32) for x, n in keys})
         leaves = jax.tree.leaves((args, kwargs))
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):

@@ -77,7 +77,7 @@ class Fp8Autocast(Autocast):
     Attributes:
         matmuls: Where matmuls are recorded, for a report.
         scales: The delayed scales that the running body may need; `None` to find out.
-        wanted: The keys of delayed scales, with the lengths of the scans around them.
+        places: The keys of delayed scales, with the lengths of the scans around them.
         counts: How many matmuls with delayed scales were met, by parameter.
         tables: The parameters that are embedding tables.
     """
@@ -87,7 +87,7 @@ class Fp8Autocast(Autocast):
     chosen: Selection
     matmuls: list[Matmul] | None = None
     scales: Scales | None = None
-    wanted: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    places: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     tables: frozenset[str] = frozenset()
     lengths: tuple[int, ...] = ()  # of the scans around the running body
@@ -383,7 +383,7 @@ class Fp8Autocast(Autocast):
             return None, None
         number = self.counts.get(param, 0)
         self.counts[param], key = number + 1, _key(param, number)
-        self.wanted[key] = self.lengths
+        self.places[key] = self.lengths
         found = (self.scales or {}).get(key)
         return found if found is not None and found[1].ndim == 1 else (None, None)
 
