@@ -11,28 +11,11 @@ from typing import Any, NamedTuple
 
 from mpx._jax._compat import primitive_name
 from mpx._program._flow import pull, pull_inside
-from mpx._program._queries import (
-    MATMULS,
-    MOVES,
-    Equation,
-    Position,
-    holds,
-    names,
-    walk_inside,
-)
+from mpx._program._primitives import that
+from mpx._program._queries import MATMULS, Equation, Position, holds, walk_inside
 
-SOLVERS = frozenset(
-    names(
-        "cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr svd eig"
-    )
-    + names("eigh schur hessenberg tridiagonal tridiagonal_solve triangular_solve")
-    + names("custom_linear_solve linear_solve")
-)
-_LINEAR = MOVES.union(
-    names("add sub neg mul div add_any reduce_sum cumsum concatenate pad gather split")
-    + names("dynamic_update_slice scatter scatter-add scatter_add select_n tile stack")
-    + names("unstack triu tril")
-)
+SOLVERS = that("solves")
+_LINEAR = that("same", "moves", "picks", "linear", "scales")
 
 
 class Reached(NamedTuple):

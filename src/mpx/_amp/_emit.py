@@ -80,10 +80,10 @@ from mpx._program._interpreter import (
     rewrite,
     types_of,
 )
+from mpx._program._primitives import that
 from mpx._program._queries import (
     CALLS,
     MATMULS,
-    SHAPE_ONLY,
     Equation,
     Verdict,
     every_use,
@@ -416,12 +416,16 @@ def _scan(amp: Autocast, op: Op) -> Outcome:
     return HANDLERS["scan"](amp, op._replace(values=values))
 
 
+# Of the same numbers, each once: the transpose is no sum, over devices neither.
+_ONCE = that("same") - that("reused") - {"pvary", "pcast"}
+
+
 def _is_cast(amp: Autocast, eqn: Equation, position: int, scopes: Scopes) -> Verdict:
     """Returns whether a use of a value is a cast to the compute dtype."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         return eqn.outvars[0].aval.dtype == amp.dtype
-    if name in SHAPE_ONLY and name not in ("broadcast_in_dim", "pvary", "pcast"):
+    if name in _ONCE:
         return "result"
     return "inside" if name in CALLS else False
 

@@ -30,20 +30,13 @@ from mpx._jax._compat import (
 from mpx._jax._formats import FORMATS, short_name
 from mpx._jax._frameworks import Named
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
+from mpx._program._primitives import that
 from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, names
 
 F32 = np.dtype(np.float32)
 LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-# The same number in other shapes.
-_REPEATS = SHAPE_ONLY | {"tile"}
 # The result holds numbers of the first operand.
-MOVES = _REPEATS.union(
-    names(
-        "convert_element_type reduce_precision copy_p dynamic_slice gather split unstack "
-        "name stop_gradient device_put all_gather all_gather_invariant "
-        "all_gather_reduced"
-    )
-)
+MOVES = that("same", "moves", "picks")
 # A result for each operand, which it equals.
 _BARRIERS = frozenset(
     names("optimization_barrier pvary pcast sharding_constraint layout_constraint")
@@ -154,7 +147,7 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
     pairs = zip(eqn.invars, sources, strict=True)
     sources = [y._replace(is_count=True) if _is_whole(x.aval) else y for x, y in pairs]
     if name in _BARRIERS and len(sources) == count:
-        if name in _REPEATS:
+        if name in SHAPE_ONLY:
             return list(sources)
         return [source._replace(literal=None) for source in sources]
     if not sources or name == "random_wrap":
@@ -169,7 +162,7 @@ def follow(eqn: Equation, sources: Sequence[Source]) -> list[Source]:
                 found = found._replace(repeated=True)
         elif name == "convert_element_type":
             found = found._replace(literal=_converted(eqn, found))
-        elif found.literal is not None and name not in _REPEATS:
+        elif found.literal is not None and name not in SHAPE_ONLY:
             found = found._replace(literal=None)
     else:
         # Of a `cond`, whichever branch is taken.

@@ -19,13 +19,13 @@ from mpx._amp._facts import (
     is_eligible,
     is_low,
 )
-from mpx._amp._rules import BOUNDED, SUMS, Rule
+from mpx._amp._rules import Rule
 from mpx._program import HANDLERS
 from mpx._program._flow import Flow
-from mpx._program._queries import LOOPS, Equation, names
+from mpx._program._primitives import that
+from mpx._program._queries import LOOPS, Equation
 
-# Their results are new numbers, so that a literal need not be one of 16 bits.
-_ARITHMETIC = frozenset(names("add sub mul div pow"))
+_NEW, _SUMS, _BOUNDED = that("new"), that("sums"), that("bounded")
 
 
 def held_in(value: PyTree, aval: Any, fact: Source) -> Held:
@@ -64,16 +64,16 @@ def _held_after(
     if found is None or found == Held.WIDE:
         return Held.WIDE
     rule = rule or table_rule(amp, eqn)
-    if name in SUMS:
+    if name in _SUMS:
         return Held.FREE
     if rule == Rule.ORIGINAL:
         return Held.WIDE
-    if name in BOUNDED:
+    if name in _BOUNDED:
         return min(found, Held.LOW)
     # The result of an exponential may leave the range of f16.
     is_far = rule == Rule.F32 and amp.dtype == np.float16
     # A bound, as 0.999 of a clip: 16 bits would make another one.
-    is_cut = name not in _ARITHMETIC and "rounded" in [x.literal for x in facts]
+    is_cut = name not in _NEW and "rounded" in [x.literal for x in facts]
     return Held.RANGE if found and (is_far or is_cut) else found
 
 

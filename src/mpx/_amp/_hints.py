@@ -14,13 +14,14 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp._facts import F32, cast, is_low
-from mpx._amp._rules import SUMS_BACK
 from mpx._jax._compat import Literal, bind, eval_equation, open_jaxpr, source_context
 from mpx._jax._devices import cuda_capability, in_order
 from mpx._program._flow import propagate
 from mpx._program._interpreter import Frame, Jaxpr, Op, Values
+from mpx._program._primitives import that
 from mpx._program._queries import CALLS, SHAPE_ONLY, Equation
 
+_REUSED = that("reused")
 # Coefficients of the polynomial of `erfc`, the highest power first.
 _ERFC = (
     -0.12953271, 0.48561478, -0.5123943, 0.54786646, -0.0947634,
@@ -147,7 +148,7 @@ def run_alone(eqn: Equation, values: Values) -> Values:
 
 def sums_low(eqn: Equation) -> bool:
     """Returns whether a 16-bit number, as it is written, is used several times."""
-    is_candidate = eqn.primitive.name in SUMS_BACK
+    is_candidate = eqn.primitive.name in _REUSED
     return (
         is_candidate
         and not isinstance(eqn.invars[0], Literal)

@@ -44,6 +44,7 @@ from mpx._jax._compat import (
 from mpx._jax._devices import cuda_capability
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Scopes, Values
+from mpx._program._primitives import that
 from mpx._program._queries import (
     CALLS,
     Equation,
@@ -54,17 +55,11 @@ from mpx._program._queries import (
     walk_inside,
 )
 
-# Linear in what they read: nothing is kept for the backward pass but indices and booleans.
-_LINEAR = frozenset(
-    CALLS
-    + names("add sub neg add_any select_n reshape broadcast_in_dim squeeze expand_dims")
-    + names("transpose slice concatenate stack pad rev split copy reduce_sum gather")
-    + names("dynamic_slice convert_element_type stop_gradient tile unstack")
-)
-_REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min argmax argmin"))
-_STEPS = frozenset(names("eq ne lt le gt ge is_finite eq_to le_to lt_to"))
+_LINEAR = that("linear").union(CALLS)
 # Linear between steps; a relu is a call.
-_PIECEWISE = _LINEAR | _STEPS.union(names("max min clamp abs sign custom_jvp_call"))
+_PIECEWISE = _LINEAR | that("pieces", "steps") | {"custom_jvp_call"}
+_STEPS = that("steps")
+_REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min argmax argmin"))
 _SMALL = 8  # A reduction over so many numbers is kept for the backward pass.
 
 

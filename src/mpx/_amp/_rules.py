@@ -129,14 +129,6 @@ TABLE = tuple(_table())
 ROWS: dict[str, Row] = {name: row for row in TABLE for name in row.names}
 PRIMITIVES: dict[str, Rule] = {name: row.rule for name, row in ROWS.items()}
 REASONS: dict[str, str] = {name: row.reason for name, row in ROWS.items()}
-BOUNDED = frozenset(names("tanh logistic erf sin cos"))
-"""Primitives whose results 16 bits hold, whatever their operand is."""
-SUMS = frozenset(names("reduce_sum reduce_prod cumsum cumprod cumlogsumexp")).union(
-    names("reduce_window_sum scatter-add scatter_add select_and_scatter_add add_any")
-)
-"""Primitives whose results are sums, or products, of many numbers."""
-SUMS_BACK = frozenset(names("broadcast_in_dim gather tile"))
-"""Primitives that use one number several times: their transposes sum."""
 UNKNOWN = "not in the rule table"
 LOW_NAME = "mpx:low"
 """The name that `amp_low` gives to a value."""

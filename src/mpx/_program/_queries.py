@@ -17,6 +17,7 @@ from mpx._jax._compat import (
     primitive_name,
     scopes_of,
 )
+from mpx._program._primitives import that
 
 T = TypeVar("T")
 
@@ -43,20 +44,10 @@ CROSS_ENTROPY = names(
 GROUPED = "grouped_matmul"
 """The primitive of `mpx._ops._experts`."""
 
-# The same numbers in another shape, order or place.
-SHAPE_ONLY = frozenset(
-    names(
-        "broadcast_in_dim reshape squeeze transpose expand_dims copy slice rev pvary "
-        "pcast sharding_constraint layout_constraint reshard mesh_cast"
-    )
-)
-# The same numbers, or some of them, possibly rounded.
-MOVES = SHAPE_ONLY.union(
-    names(
-        "convert_element_type dynamic_slice copy_p reduce_precision "
-        "optimization_barrier name"
-    )
-)
+SHAPE_ONLY = that("same")
+"""The same numbers in another shape, order or place."""
+MOVES = that("same", "moves")
+"""The same numbers, or some of them, possibly rounded."""
 HI_PRIMITIVE = "call_hi_primitive"
 """High-level operations of JAX 0.12, which say themselves what they compute."""
 REMAT = names("checkpoint remat2 remat")
