@@ -73,7 +73,8 @@ def make_state(seed):
     net = Net(seed)
     linear = linen.Dense(3)
     scaling = mpx.DynamicLossScaling.pow2(period=3)
-    fp8 = mpx.fp8(lambda w, x: x @ w, mpx.recipes.DelayedScaling(history=4))
+    recipe = mpx.recipes.DelayedScaling(history=4)
+    fp8 = mpx.fp8(lambda w, x: x @ w, recipe, min_gain=0)
     scales = fp8.init(jnp.ones((32, 32)), jnp.ones((32, 32)))
     return {
         "model": net,

@@ -9,7 +9,7 @@ import mpx
 from models import multiplied, normal
 from mpx import DynamicLossScaling, NoLossScaling, Policy, StaticLossScaling
 
-W, X = normal(0, 4, 3), normal(1, 6, 4)
+W, X = normal(0, 8, 3), normal(1, 6, 8)
 SCALED, UNSCALED = StaticLossScaling(2.0**8), NoLossScaling()
 
 

@@ -247,8 +247,8 @@ def test_infinite_operands_are_no_reason_for_a_larger_loss_scale():
         h = x @ params["w"]
         return jnp.mean(jnp.tanh(1e-4 * h @ params["head"]))
 
-    params = {"w": jnp.full((4, 8), 4e4), "head": jnp.full((8, 2), 1e-3)}
-    found = explain(mpx.amp(loss, "f16"), params, jnp.ones((2, 4)), scaling=1024.0)
+    params = {"w": jnp.full((8, 8), 4e4), "head": jnp.full((8, 2), 1e-3)}
+    found = explain(mpx.amp(loss, "f16"), params, jnp.ones((2, 8)), scaling=1024.0)
     faulty = (found.fault, *found.others)
     assert found.fault.kind == "overflow"
     assert not any("larger loss scale" in x.remedy for x in faulty)
@@ -480,7 +480,7 @@ def test_result_exports_and_renders():
 
 def test_nothing_wrong_says_what_was_looked_at():
     found = explain(
-        mpx.amp(lambda w, x: jnp.mean(x @ w)), jnp.ones((4, 2)), jnp.ones((3, 4))
+        mpx.amp(lambda w, x: jnp.mean(x @ w)), jnp.ones((8, 2)), jnp.ones((3, 8))
     )
     text = str(found)
     assert "Nothing is wrong" in text
@@ -511,7 +511,7 @@ def test_amp_gets_a_selector_that_cures_the_fault():
         h = x @ params["big"]["w"]
         return jnp.mean(jnp.square(h * 1e-5))
 
-    params, x = {"big": {"w": jnp.full((4, 4), 3e4)}}, jnp.ones((2, 4))
+    params, x = {"big": {"w": jnp.full((8, 8), 3e4)}}, jnp.ones((2, 8))
     fault = explain(mpx.amp(loss, "f16"), params, x, scaling=2.0).fault
     assert 'mpx.amp(fn, keep="big/w")' in fault.remedy
     assert explain(mpx.amp(loss, "f16", keep="big/w"), params, x, scaling=2.0).ok

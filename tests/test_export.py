@@ -58,11 +58,11 @@ def test_function_of_a_symbolic_batch_is_exported(untyped):
         rows = params["w"][jnp.zeros(x.shape[0], jnp.int32)]
         return jnp.mean((hidden + rows) ** 2)
 
-    w, x = jnp.eye(4) + 0.125, jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
-    (batch,) = export.symbolic_shape("b")
+    w, x = jnp.eye(16) + 0.125, jnp.linspace(-1.0, 1.0, 512).reshape(32, 16)
+    (batch,) = export.symbolic_shape("16 * b")
     shapes = (
         {"w": jax.ShapeDtypeStruct(w.shape, w.dtype)},
-        jax.ShapeDtypeStruct((batch, 4), x.dtype),
+        jax.ShapeDtypeStruct((batch, 16), x.dtype),
     )
     for func in (mpx.amp(loss), mpx.fp8(mpx.amp(loss), min_gain=0)):
         step = jax.jit(jax.value_and_grad(func))

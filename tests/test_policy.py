@@ -234,8 +234,8 @@ def test_string_or_nothing_can_stand_for_a_policy():
     [("bf16-mixed", "bfloat16"), ("mixed_float16", "float16"), ("fp16", "float16")],
 )
 def test_amp_takes_the_names_of_other_frameworks(name, dtype):
-    program = jax.make_jaxpr(mpx.amp(jnp.dot, dtype=name))(*[jnp.ones((2, 2))] * 2)
-    assert f"{'bf16' if dtype == 'bfloat16' else 'f16'}[2,2]" in str(program)
+    program = jax.make_jaxpr(mpx.amp(jnp.dot, dtype=name))(*[jnp.ones((8, 8))] * 2)
+    assert f"{'bf16' if dtype == 'bfloat16' else 'f16'}[8,8]" in str(program)
 
 
 # --- a static value --------------------------------------------------------------------
