@@ -91,7 +91,8 @@ def trace():
         dtype = NAMES[str(eqn.outvars[0].aval.dtype)]
         if eqn.primitive.name in CASTS:
             # XLA fuses a cast with what makes or reads the value.
-            made.update({eqn.outvars[0]: (x, min(y, dtype)) for x, y in read})
+            for source, travelling in read:
+                made[eqn.outvars[0]] = source, min(travelling, dtype)
             continue
         arrows.update({(x, name): y for x, y in read if x != name})
         if dtype == "f32" and eqn.primitive.name not in MOVES:
