@@ -86,14 +86,14 @@ def trace():
     made = {jaxpr.invars[-1]: ("input", "f32")}
     boxes, arrows = dict.fromkeys(LABELS, "bf16"), {}
     boxes["input"] = "f32"
-    for eqn in flat(jaxpr, made):
+    for name, eqn in flat(jaxpr, made):
         read = [made[var] for var in eqn.invars if is_variable(var) and var in made]
         dtype = NAMES[str(eqn.outvars[0].aval.dtype)]
         if eqn.primitive.name in CASTS:
             # XLA fuses a cast with what makes or reads the value.
-            made.update({eqn.outvars[0]: (x, min(y, dtype)) for x, y in read})
+            for source, travelling in read:
+                made[eqn.outvars[0]] = source, min(travelling, dtype)
             continue
-        name = str(eqn.source_info.name_stack).partition("/")[0]
         arrows.update({(x, name): y for x, y in read if x != name})
         if dtype == "f32" and eqn.primitive.name not in MOVES:
             boxes[name] = "f32"
@@ -103,16 +103,16 @@ def trace():
     return boxes, arrows
 
 
-def flat(jaxpr, made):
-    """Yields the equations of a jaxpr; of a region, which is one equation, those inside."""
+def flat(jaxpr, made, around=""):
+    """Yields equations and their scopes; of a region, which is one equation, those inside."""
     for eqn in jaxpr.eqns:
-        inner = eqn.params.get("jaxpr")
+        inner, name = eqn.params.get("jaxpr"), around or str(eqn.source_info.name_stack)
         if inner is None:
-            yield eqn
+            yield name.partition("/")[0], eqn
             continue
         pairs = zip(inner.invars, eqn.invars, strict=True)
         made.update({x: made[y] for x, y in pairs if is_variable(y) and y in made})
-        yield from flat(inner, made)
+        yield from flat(inner, made, name)
         made.update(
             {x: made[y] for x, y in zip(eqn.outvars, inner.outvars, strict=True)}
         )

@@ -1,4 +1,4 @@
-"""Autocast: op-by-op mixed precision for unmodified functions."""
+"""Autocast: mixed precision for unmodified functions, region by region."""
 
 from mpx._amp._rules import AmpRules as AmpRules
 from mpx._amp._transform import amp as amp

@@ -323,11 +323,11 @@ def report(
         >>> import mpx
         >>> def f(params, x):
         ...     return jnp.exp(x @ params["w"])
-        >>> found = report(mpx.amp(f), {"w": jnp.ones((3, 4))}, jnp.ones((2, 3)))
+        >>> found = report(mpx.amp(f), {"w": jnp.ones((8, 4))}, jnp.ones((2, 8)))
         >>> found.shares
         {'bf16': 1.0}
         >>> [(x.place.param, x.dtype, x.flops) for x in found.matmuls]
-        [('params/w', 'bf16', 48)]
+        [('params/w', 'bf16', 128)]
         >>> [x.primitive for x in found.kept]
         ['exp']
     """
