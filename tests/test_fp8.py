@@ -645,9 +645,10 @@ def test_sharded_over_eight_devices_is_one_device(kind, spec):
     assert np.array_equal(np.asarray(got[1]["w"]), np.asarray(want[1]["w"]))
 
 
-@pytest.mark.parametrize("name", ["mx", "nvfp4"])
-@pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
-def test_blocks_on_explicit_axes_are_those_on_one_device(spec, name):
+@pytest.mark.some(4)
+@pytest.mark.parametrize("name", ["current", "row", "int8", "mx", "nvfp4"])
+@pytest.mark.parametrize("spec", [P(), P("data"), P(None, "data")], ids=str)
+def test_scales_on_explicit_axes_are_those_on_one_device(spec, name):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     p, x = {"w": W.astype(jnp.float32)}, ones_and_signs((64, 32), 3).astype(jnp.float32)
 
@@ -666,6 +667,23 @@ def test_blocks_on_explicit_axes_are_those_on_one_device(spec, name):
         ]
         got = jax.jit(lambda p, x: step(p, x))(*sharded)
     assert got[1]["w"].sharding.spec == P(*spec, *[None] * (2 - len(spec)))
+    assert_trees_equal(jax.device_get(got), jax.device_get(want))
+
+
+@pytest.mark.parametrize("name", ["current", "row", "int8", "mx"])
+def test_shard_map_over_one_of_two_explicit_axes_is_one_device(name):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    p, x = {"w": W.astype(jnp.float32)}, ones_and_signs((64, 32), 3).astype(jnp.float32)
+    loss = everywhere(lambda p, x: jnp.mean(x @ p["w"]), RECIPES[name])
+
+    def local(p, x):
+        return jax.lax.pmean(loss(p, x), "a")
+
+    want = jax.jit(jax.value_and_grad(loss))(p, x)
+    with jax.set_mesh(mesh):
+        specs = {"in_specs": (P(), P("a")), "out_specs": P(), "axis_names": {"a"}}
+        step = jax.jit(jax.value_and_grad(jax.shard_map(local, **specs)))
+        got = step(*jax.device_put((p, x), NamedSharding(mesh, P())))
     assert_trees_equal(jax.device_get(got), jax.device_get(want))
 
 

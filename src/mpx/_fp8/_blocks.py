@@ -6,7 +6,6 @@ of the backward pass are those of other blocks than the forward one's, but for w
 NVFP4: their blocks are square, and so the same in both.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -218,17 +217,6 @@ _matmul.defvjp(_forward, _backward)
 
 def block_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
     """Returns a `dot_general` computed from blocks; operands become matrices."""
-    if any(spec.shardings):
-        # Blocks are other axes than those of the mesh. XLA finds out how they are sharded.
-        def product(lhs: Array, rhs: Array) -> Array:
-            return lax.dot_general(
-                lhs, rhs, spec.dimensions, out_sharding=spec.out_sharding
-            )
-
-        (like,) = jax.make_jaxpr(product)(lhs, rhs).out_avals
-        plain = dataclasses.replace(spec, shardings=(None, None))
-        run = functools.partial(block_dot, plain)
-        return jax.sharding.auto_axes(run, out_sharding=like.sharding)(lhs, rhs)
     matrices, shapes = list[Any](), list[int]()
     for side, x in enumerate((lhs, rhs)):
         free = spec.free_axes(side, x.ndim)

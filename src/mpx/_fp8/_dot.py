@@ -36,7 +36,7 @@ from mpx._fp8._operands import (
 )
 from mpx._jax._compat import varying_axes
 from mpx._jax._devices import in_order
-from mpx._jax._sharding import axes_of, spec_of
+from mpx._jax._sharding import axes_of, in_auto_axes, spec_of
 
 Operands = list[tuple[Operand, Operand]]
 """Both operands in 8 bits: for the product, and for the backward pass."""
@@ -89,7 +89,12 @@ def _multiply(
     rows = lax.expand_dims(rows, range(rows.ndim, out.ndim))
     first = len(a.batch)
     columns = lax.expand_dims(columns, range(first, first + out.ndim - columns.ndim))
-    return (out * rows.astype(wide) * columns.astype(wide)).astype(dtype)
+
+    def scaled(out: Array, rows: Array, columns: Array) -> Array:
+        return (out * rows.astype(wide) * columns.astype(wide)).astype(dtype)
+
+    # The columns of a weight may lie on the axis of a mesh on which the rows lie.
+    return in_auto_axes(scaled, jax.typeof(out).sharding)(out, rows, columns)
 
 
 def _row_scale(x: Operand) -> Array:

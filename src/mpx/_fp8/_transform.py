@@ -255,7 +255,7 @@ class Fp8Function(Generic[P, R]):
     ) -> tuple[Fp8Autocast, Callable[..., PyTree]]:
         """Returns a visitor for one call, and what it visits: the function under `amp`."""
         func, recording = func or self.func, current_recording()
-        wrapper, inner = getattr(func, "mpx_under_amp", (None, None))
+        wrapper, inner = getattr(func, "mpx_under_amp", (None, func))
         if wrapper is func:
             refuse_cast_arguments()
             autocast: Autocast = getattr(wrapper, "mpx_autocast")()  # noqa: B009

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from mpx._amp._decide import Choice
 from mpx._amp._emit import Autocast, low_operands
@@ -45,6 +45,7 @@ from mpx._jax._compat import (
     source_frames,
 )
 from mpx._jax._formats import short_name
+from mpx._jax._sharding import in_auto_axes
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Traced, Values
@@ -247,13 +248,22 @@ class Fp8Autocast(Autocast):
             ),
             place=() if self.matmuls is None else (param, *source_frames(eqn)),
         )
-        with jax.named_scope(FP8_SCOPE):
-            if self.chosen.recipe.in_blocks:
+        sharding = eqn.outvars[0].aval.sharding
+
+        def product(lhs: Array, rhs: Array) -> Array:
+            if spec.recipe.in_blocks:
                 out = block_dot(spec, lhs, rhs)
             else:
                 seen, probe = self._next_scale(param)
                 out = fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)
-            return [outputs_first(out) if turned else out]
+            return outputs_first(out) if turned else out
+
+        # Blocks are other axes than those of a mesh: XLA finds out how they are sharded. But
+        # what a derivative saves there cannot leave a `shard_map`.
+        if spec.recipe.in_blocks and not sharding.mesh.manual_axes:
+            product = in_auto_axes(product, sharding)
+        with jax.named_scope(FP8_SCOPE):
+            return [product(lhs, rhs)]
 
     def _describe(
         self, op: Op, dtypes: Sequence[np.dtype], times: int, kept: str = ""

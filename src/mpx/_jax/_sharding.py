@@ -212,6 +212,17 @@ def spec_of(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*names)
 
 
+def in_auto_axes(func: Callable[..., Array], sharding: Any) -> Callable[..., Array]:
+    """Returns a function for which the explicit axes of a mesh are automatic.
+
+    Its result has the given sharding.
+    """
+    axes = getattr(sharding.mesh, "explicit_axes", ())
+    if not axes:
+        return func
+    return jax.sharding.auto_axes(func, axes=axes, out_sharding=sharding)
+
+
 def sharded_as(x: Array, like: PyTree) -> Array:
     """Returns an array with the sharding that the type of another one has."""
     return _resharded(x, jax.typeof(like).sharding)
