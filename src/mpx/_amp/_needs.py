@@ -435,7 +435,7 @@ class Roots:
             dtype, is_coded = root.aval.dtype.name, self.is_coded(root)
             frames = source_frames(self.maker[root]) if root in self.maker else ()
             why = self.needs[root].why or "codes save too little"
-            if root.aval.size >= LEAST:
+            if _size(root) >= LEAST:
                 told = Residual(
                     tuple(root.aval.shape),
                     dtype,
@@ -459,7 +459,8 @@ def _fits(var: Any, need: Need) -> bool:
 
 
 def _size(atom: Any) -> int:
-    return getattr(atom.aval, "size", 0)
+    size = getattr(atom.aval, "size", 0)
+    return size if isinstance(size, int) else 1 << 60  # a symbol: it is never coded
 
 
 def _is_safe(eqn: Equation, reads: Sequence[Fact]) -> bool:
