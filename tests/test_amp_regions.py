@@ -63,7 +63,10 @@ def test_a_bound_that_16_bits_do_not_hold_is_what_is_written(name, around):
 
 
 OFFSETS = {
-    "a bias": (lambda p, x: x @ p["w"] + p["b"], {"w": EYE, "b": jnp.full((1, D), 300.3)}),
+    "a bias": (
+        lambda p, x: x @ p["w"] + p["b"],
+        {"w": EYE, "b": jnp.full((1, D), 300.3)},
+    ),
     "a literal": (lambda p, x: (x @ p["w"]) * 2 + 300, {"w": EYE}),
     "in a jitted layer": (
         lambda p, x: jax.jit(lambda p, x: x @ p["w"] + p["b"])(p, x),
@@ -184,7 +187,9 @@ def test_a_gradient_of_a_bare_16_bit_table_is_summed_in_f32():
 def dots(func, *args):
     """Returns the dtypes of the operands of matmuls."""
     eqns = equations(jax.make_jaxpr(func)(*args))
-    return [str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "dot_general"]
+    return [
+        str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "dot_general"
+    ]
 
 
 def test_a_contraction_of_four_stays_in_f32():
@@ -195,7 +200,9 @@ def test_a_contraction_of_four_stays_in_f32():
     points = jax.random.normal(KEY, (32, 2))
     assert dots(amp(rotated), 0.3, points) == ["float32"]
     for size, dtype in ((4, "float32"), (5, "bfloat16")):
-        assert dots(amp(jnp.matmul), jnp.ones((8, size)), jnp.ones((size, 8))) == [dtype]
+        assert dots(amp(jnp.matmul), jnp.ones((8, size)), jnp.ones((size, 8))) == [
+            dtype
+        ]
     # A rule says otherwise.
     low = amp(jnp.matmul, rules=AmpRules(primitives={"dot_general": "low"}))
     assert dots(low, jnp.ones((8, 4)), jnp.ones((4, 8))) == ["bfloat16"]

@@ -469,6 +469,7 @@ def test_rules_of_amp_choose_the_dtype(func, options, dtype, reason):
     assert row.params[-1] == "params/head"
 
 
+@pytest.mark.filterwarnings("ignore:`fp8` changed nothing")  # the rest is amp
 def test_amp_is_as_exact_as_its_formats():
     wanted = jax.value_and_grad(lambda p, h: dense(jnp.tanh(h @ p["in"]), p["head"]))(
         PARAMS, HIDDEN

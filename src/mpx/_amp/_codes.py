@@ -26,9 +26,7 @@ class Coded(NamedTuple):
     """An array in 8 bits: `original ≈ codes · peak / largest code`."""
 
     codes: Array  # integers: `jax.checkpoint` rounds what it saves, if it is a float
-    # The largest magnitude of each block of an axis, in its own dtype. `None` for codes
-    # that are bf16 numbers.
-    peak: Array | None
+    peak: Array  # the largest magnitude of each block of an axis, in its own dtype
 
 
 def encode(
@@ -66,10 +64,7 @@ def peaks(x: Array) -> Array:
 
 
 def decode(coded: Coded, form: str, dtype: np.dtype, one: Any = 1.0) -> Array:
-    """Returns the numbers of an array in 8 bits, or bf16, times `one`."""
-    if coded.peak is None:
-        wide = lax.bitcast_convert_type(coded.codes, jnp.bfloat16).astype(jnp.float32)
-        return (wide * one).astype(dtype)
+    """Returns the numbers of an array in 8 bits, times `one`."""
     wide = lax.bitcast_convert_type(coded.codes, FORMS[form][0]).astype(jnp.float32)
     peak = _repeat(coded.peak.astype(jnp.float32), jax.typeof(wide))
     # The largest code becomes 1, so that a peak comes back exactly, as the 1 of a softmax that

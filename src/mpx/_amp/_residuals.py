@@ -70,7 +70,7 @@ def _custom(
             structure[:] = [jax.tree.structure(pushforward)]
             return outs, jax.tree.leaves(pushforward)
 
-        new, consts = open_jaxpr(jax.make_jaxpr(linear)(*types_of(args)))
+        new, consts = open_jaxpr(_flat(jax.make_jaxpr(linear)(*types_of(args)), _CALLS))
         wanted, types = new.outvars[count:], types_of([args[i] for i in free])
 
         def transpose(chosen: Sequence[int], arriving: Values) -> Jaxpr:
@@ -88,7 +88,8 @@ def _custom(
             return jax.make_jaxpr(transposed)([x.aval for x in wanted], arriving)
 
         complete = transpose(smooth, [new.outvars[i].aval for i in smooth])
-        search = Roots(new, kinds, wanted, complete, is_exact)
+        readers, _ = open_jaxpr(_flat(complete, (*_CALLS, *queries.REMAT)))
+        search = Roots(new, kinds, wanted, readers, is_exact)
         roots = list(dict.fromkeys(x for atom in wanted for x in search.sources(atom)))
         search.tell(roots, form)
         inputs = [*new.constvars, *new.invars]
@@ -117,12 +118,8 @@ def _custom(
 
 def _keep(search: Roots, root: Any, x: Array, form: str) -> tuple[Array, PyTree]:
     """Returns the value of a root, and the form in which it is kept."""
-    bits = search.form_of(root)
-    if bits is None:
+    if not search.is_coded(root):
         return x, x
-    if bits == 16:
-        low = _once(x).astype(jnp.bfloat16)
-        return x, Coded(lax.bitcast_convert_type(low, jnp.uint16), None)
     peak = peaks(_once(x))
     if root in search.maker and search.maker[root].primitive.name in PRODUCTS:
         # So XLA makes the codes in the kernel that reads the matmul for the model.
@@ -234,7 +231,10 @@ class _Again:
             # All readers have the same operands, so that XLA fuses them into one kernel.
             coded, one = self.opened[atom]
             return decode(coded, self.form, atom.aval.dtype, one)
-        if found is None:
+        if found is None and self.search.is_derived(atom):
+            distance, mean = (self.value(x, arrived) for x in self.search.centred[atom])
+            self.known[atom] = (distance + mean).astype(atom.aval.dtype)
+        elif found is None:
             eqn = self.search.maker[atom]
             outs = eval_equation(eqn, [self.value(x, arrived) for x in eqn.invars])
             self.known.update(zip(eqn.outvars, outs, strict=True))
@@ -252,6 +252,7 @@ def _before_casts(jaxpr: Jaxpr) -> set[Any]:
 
 # --- The whole function ---------------------------------------------------------------
 
+_CALLS = names("jit pjit closed_call custom_jvp_call")
 _BODIES = names("scan cond shard_map")
 # Their derivatives are kernels or rules of the user's, of which nothing is known.
 _OPAQUE = (*queries.ATTENTION, *queries.CROSS_ENTROPY, "custom_vjp_call")
@@ -276,6 +277,34 @@ def run_coded(
     is_exact = lambda eqn, scopes: EXACT_NAME in scopes or is_kept(eqn, scopes)  # noqa: E731
     coder = _Coder(form=form, is_exact=is_exact)
     return coder.run(body, (), consts, kinds, ())[0]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Flat(interpreter.Visitor):
+    """Inlines calls."""
+
+    calls: Sequence[str]
+
+    def equation(self, op: Op) -> Outcome:
+        name, count = op.eqn.primitive.name, len(op.values)
+        if name in self.calls and (name not in ("jit", "pjit") or _is_plain(op.eqn)):
+            body, consts = open_jaxpr(queries.called(op.eqn))
+            return self.run(body, consts, op.values, [None] * count, op.scopes)
+        outs = eval_equation(op.eqn, op.values)
+        return outs, [None] * len(outs)
+
+
+def _flat(jaxpr: Jaxpr, calls: Sequence[str]) -> Jaxpr:
+    """Returns a closed jaxpr with its calls inlined."""
+    body, consts = open_jaxpr(jaxpr)
+    if not queries.holds(jaxpr, calls):
+        return jaxpr
+
+    def run(*args: PyTree) -> Values:
+        outs, _ = _Flat(calls=calls).run(body, consts, args, [None] * len(args), ())
+        return interpreter.as_results(outs, body.outvars)
+
+    return jax.make_jaxpr(run)(*jaxpr.in_avals)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
