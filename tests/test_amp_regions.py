@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import mpx
-from mpx import AmpRules, amp
 from models import equations
+from mpx import AmpRules, amp
 
 KEY = jax.random.key(0)
 D = 16
