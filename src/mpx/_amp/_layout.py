@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpx._amp._decide import Place, place_of
-from mpx._amp._facts import Settings, is_eligible
+from mpx._amp._facts import Held, Settings, is_eligible
 from mpx._jax._compat import Literal, scopes_of
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Jaxpr, Plan, Scopes
@@ -44,6 +44,14 @@ class Layout:
         pairs = zip(jaxpr.outvars, may_round, strict=True)
         self.returned = {var: may for var, may in pairs if is_variable(var)}
         self.earlier: dict[int, int] = {}  # For an effect, the one before
+        # Whether numbers of 16 bits may enter an equation
+        self.is_low: dict[int, bool] = {}
+        env = amp.frame.env
+        low = {v for v in env if amp.read(v)[1].held in (Held.LOW, Held.RANGE)}
+        for i, place in self.places.items():
+            is_made = place in ("matmul", "stored")
+            self.is_low[i] = is_made or not low.isdisjoint(self.atoms(i))
+            low.update(jaxpr.eqns[i].outvars if self.is_low[i] else ())
         self._find_stored()
 
     def atoms(self, index: int) -> list[Any]:
@@ -59,9 +67,13 @@ class Layout:
     def _find_stored(self) -> None:
         """Finds which values are stored, and the equations that form a region.
 
-        The level of an equation is the number of borders and stored values behind it.
+        The level of an equation is the number of borders and stored values that lie between
+        it and regions behind it. What no number of 16 bits enters has level 0: a region may
+        read it whenever it is made.
         """
         eqns, inside = self.jaxpr.eqns, [i for i in self.places if self._is_inside(i)]
+        effects = [i for i in self.places if eqns[i].effects]
+        self.earlier = dict(zip(effects[1:], effects, strict=False))
         calls = [i for i in self.places if eqns[i].primitive.name in HANDLERS]
         made = [
             v for i in inside + calls for v in eqns[i].outvars if is_eligible(v.aval)
@@ -73,15 +85,7 @@ class Layout:
             or any(self.places[i] == "stored" for i in self.readers.get(v, ()))
         }
         while True:
-            at, level, last = {}, dict[Any, int](), 0
-            for i in self.places:
-                at[i] = max([level.get(v, 0) for v in self.atoms(i)], default=0)
-                if eqns[i].effects:
-                    at[i] = max(at[i], last)
-                    last = at[i] + 1
-                step = not self._is_inside(i)
-                for v in eqns[i].outvars:
-                    level[v] = at[i] + (step or v in self.stored)
+            at, level = self._levels()
             later = {
                 v
                 for v in made
@@ -93,8 +97,9 @@ class Layout:
             if not later:
                 break
             self.stored |= later
+        low = [i for i in inside if self.is_low[i]]
         found = joined(
-            inside,
+            low,
             lambda i: (
                 j
                 for v in eqns[i].outvars
@@ -103,8 +108,44 @@ class Layout:
             ),
         )
         self.regions = {i: part for part in found for i in part}
-        effects = [i for i in self.places if eqns[i].effects]
-        self.earlier = dict(zip(effects[1:], effects, strict=False))
+        # What only one region reads belongs to it.
+        for i in reversed([i for i in inside if not self.is_low[i]]):
+            outs = eqns[i].outvars
+            reading = [
+                self.regions.get(j) for v in outs for j in self.readers.get(v, ())
+            ]
+            is_only = reading and all(
+                x is not None and x is reading[0] for x in reading
+            )
+            part = (
+                reading[0] if is_only and self.returned.keys().isdisjoint(outs) else []
+            )
+            self.regions[i] = part
+            part.append(i)
+        for part in {id(x): x for x in self.regions.values()}.values():
+            part.sort()
+
+    def _levels(self) -> tuple[dict[int, int], dict[Any, int]]:
+        """Returns the levels of the equations and of their results."""
+        at, level, last = {}, dict[Any, int](), 0
+        fresh: set[Any] = set()  # Made inside a region of that very level
+        for i in self.places:
+            eqn = self.jaxpr.eqns[i]
+            read = [(level.get(v, 0), v in fresh) for v in self.atoms(i)]
+            at[i], is_fresh = max(read, default=(0, False))
+            if eqn.effects:
+                at[i], is_fresh = max((at[i], is_fresh), (last, False))
+                last = at[i] + is_fresh
+            is_inside = self._is_inside(i)
+            for v in eqn.outvars:
+                is_step = not is_inside or v in self.stored
+                level[v] = at[i] + (is_step and (is_fresh or self._is_member(i)))
+                if not is_step and self._is_member(i):
+                    fresh.add(v)
+        return at, level
+
+    def _is_member(self, index: int) -> bool:
+        return self.is_low[index] and self._is_inside(index)
 
     def is_stored(self, var: Any) -> bool:
         """Returns whether a result of a call may be rounded: it is stored, or multiplied."""
