@@ -354,3 +354,30 @@ def test_amp_computes_in_four_sentences_what_the_report_lists():
 
     report = mpx.inspect.report(amp(loss), PARAMS, X)
     assert report.amp is not None
+
+
+def positions():
+    return jnp.arange(D, dtype=jnp.float32)
+
+
+# Made from no number of 16 bits, by operations that are borders.
+INDEPENDENT = {
+    "iota": positions,
+    "cumsum": lambda: jnp.cumsum(jnp.ones(D)),
+    "sort": lambda: jnp.sort(jnp.cumsum(jnp.ones(D))),
+    "random": lambda: jax.random.uniform(KEY, (D,)).round(),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_what_no_number_of_16_bits_enters_parts_no_region(name, wrap):
+    def func(params, x):
+        def inner(h):
+            far = 301 * h
+            return h * (INDEPENDENT[name]() + 301) - far
+
+        return wrap(inner)(x @ params["w"])
+
+    params = {"w": EYE}
+    assert error(amp(func)(params, EXACT), func(params, EXACT)) < 1e-5
