@@ -375,7 +375,7 @@ def test_what_no_number_of_16_bits_enters_parts_no_region(name, wrap):
     def func(params, x):
         def inner(h):
             far = 301 * h
-            return h * (INDEPENDENT[name]() + 301) - far
+            return h * (INDEPENDENT[name]()[None] + 301) - far
 
         return wrap(inner)(x @ params["w"])
 
