@@ -700,8 +700,8 @@ BREAKS = [
         "_amp",
         "if name in _SUMS:",
         "if False:",
-        "amp_sums",
-        "",
+        "amp_regions",
+        "only_numbers_of_16",
     ),
     Break(
         "what f16 may not hold is stored in it",
@@ -961,7 +961,7 @@ BREAKS = [
         '"rounded" in [x.literal for x in facts]',
         "False",
         "amp_regions",
-        "bound",
+        "only_numbers_of_16",
     ),
     Break(
         "a carry is rounded at each step",
@@ -969,7 +969,7 @@ BREAKS = [
         "return (False,) * carry + (True,)",
         "return (True,) * carry + (True,)",
         "amp_regions",
-        "additions",
+        "a_carry_is",
     ),
     Break(
         "cotangents are rounded before they add up",

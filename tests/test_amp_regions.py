@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import mpx
-from models import equations
+from models import equations, stored_result
 from mpx import AmpRules, amp
 
 KEY = jax.random.key(0)
@@ -88,6 +88,44 @@ def test_an_offset_after_a_matmul_is_not_rounded_before_the_loss(name):
     np.testing.assert_allclose(value, wanted, rtol=1e-3)
     # The operands of the matmul behind the weight's gradient are rounded.
     assert error(grads, wide) < 2.0**-7
+
+
+STORED = {
+    "a matmul": (lambda p, x: x @ p["w"], "bfloat16"),
+    "a bound of 16 bits": (lambda p, x: jnp.clip(x @ p["w"], -1.0, 1.0), "bfloat16"),
+    "a bound of f32": (lambda p, x: jnp.clip(x @ p["w"], 0.001, 0.999), "float32"),
+    "a factor of f32": (lambda p, x: 0.999 * (x @ p["w"]), "bfloat16"),
+    "a sum": (lambda p, x: jnp.sum(x @ p["w"], -1), "float32"),
+    "a maximum": (lambda p, x: jnp.max(x @ p["w"], -1), "bfloat16"),
+    "beside a sum": (lambda p, x: jax.nn.softmax(x @ p["w"]), "bfloat16"),
+    "beside data of f32": (lambda p, x: x @ p["w"] + x, "float32"),
+    # Jitted helpers, whose numbers are arguments or integers.
+    "clip": (lambda p, x: jnp.clip(x @ p["w"], 0, 1), "bfloat16"),
+    "where": (lambda p, x: jnp.where(x > 0, x @ p["w"], 0), "bfloat16"),
+    "hard_tanh": (lambda p, x: jax.nn.hard_tanh(x @ p["w"]), "bfloat16"),
+    "standardize": (lambda p, x: jax.nn.standardize(x @ p["w"]), "bfloat16"),
+    "tril": (lambda p, x: jnp.tril(x @ p["w"]), "bfloat16"),
+    "pad": (lambda p, x: jnp.pad(x @ p["w"], 1), "bfloat16"),
+    "a row by its number": (lambda p, x: (x @ p["w"])[31:], "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_only_numbers_of_16_bits_are_stored_in_16_bits(name):
+    func, dtype = STORED[name]
+    assert stored_result(func, PARAMS, X) == dtype
+
+
+def test_a_carry_is_not_rounded_at_each_step():
+    def last(narrow_carry):
+        step = lambda h, _: (jnp.sin(h @ W), None)  # noqa: E731
+        func = amp(lambda x: lax.scan(step, x, length=3)[0], narrow_carry=narrow_carry)
+        return func(X)
+
+    for narrow_carry in (False, True):
+        h = last(narrow_carry)
+        is_rounded = np.array_equal(h, h.astype(jnp.bfloat16).astype(jnp.float32))
+        assert is_rounded == narrow_carry
 
 
 # --- Sums ------------------------------------------------------------------------------
