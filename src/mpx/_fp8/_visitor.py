@@ -383,7 +383,7 @@ class Fp8Autocast(Autocast):
         counts = tuple(self.counts.items()) if more else ()
         uses = uses_inside(eqn, self._uses) if self._is_open else ()
         own = (self._is_open, self._delayed, self.lengths, self.tables)
-        return (*super().cache_key(eqn, more), *own, uses, counts)
+        return (super().cache_key(eqn, more), *own, uses, counts)
 
     def _next_scale(self, param: str) -> tuple[Any, Any]:
         """Returns maxima seen before and probe of the next matmul with a parameter."""
