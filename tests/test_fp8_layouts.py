@@ -13,7 +13,7 @@ from models import normal
 from mpx import fp8
 from mpx._fp8 import _operands
 from mpx._fp8._dot import fp8_dot
-from mpx._fp8._operands import DTYPES, MatmulSpec, cast_scaled
+from mpx._fp8._operands import MatmulSpec, cast_scaled
 from mpx.recipes import CurrentScaling
 from test_fp8_scales import LAYOUTS, exact, problem
 
@@ -61,7 +61,7 @@ TENSORS = {
 @pytest.mark.some(2)
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("form", DTYPES)
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 def test_kernel_casts_and_transposes(tensor, clip, form):
     x = TENSORS[tensor]((128, 384)).astype(BF16)
     # Without a clip nothing may be out of range.
@@ -175,7 +175,7 @@ def casts(func, *args):
         eqn.outvars[0].aval.shape
         for eqn in equations(jax.make_jaxpr(func)(*args))
         if eqn.primitive.name == "convert_element_type"
-        and eqn.params["new_dtype"] == DTYPES["e4m3"]
+        and eqn.params["new_dtype"] == jnp.float8_e4m3fn
     )
 
 

@@ -27,7 +27,7 @@ from models import normal
 from mpx import fp8
 from mpx._fp8 import _blocks
 from mpx._fp8._blocks import from_blocks, rotated, to_blocks
-from mpx._fp8._rounding import E2M1, mpx_round, noise_of, to_e4m3
+from mpx._fp8._rounding import mpx_round, noise_of, to_e4m3
 from mpx.recipes import NVFP4
 from mpx.testing import assert_trees_equal
 from test_fp8_int8 import uniform
@@ -42,6 +42,7 @@ OPTIONS = {
     "plain": NVFP4(emulate=True, hadamard=False, stochastic=False, weight_blocks="1d"),
 }
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+E2M1 = ml_dtypes.float4_e2m1fn
 E2M1_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 

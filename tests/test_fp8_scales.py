@@ -17,12 +17,11 @@ from mpx._fp8 import _operands
 from mpx._fp8._blocks import block_dot, from_blocks, to_blocks
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import (
-    DTYPES,
     MatmulSpec,
+    cast_scaled,
     inverse,
     largest_magnitude,
     power_of_two_scale,
-    quantize,
 )
 from mpx._jax._formats import FORMATS
 from mpx.recipes import (
@@ -34,7 +33,7 @@ from mpx.recipes import (
     StaticScaling,
 )
 
-FORMS = list(DTYPES)
+FORMS = ["e4m3", "e5m2"]
 HALF_ULP = {form: 2.0 ** -(FORMATS[form].mantissa + 1) for form in FORMS}
 TINY = float(np.finfo(np.float32).tiny)
 HUGE = float(np.finfo(np.float32).max)
@@ -139,7 +138,7 @@ def test_largest_magnitude_keeps_the_axes_it_reduces():
 
 def quantized(x, form, *, clip=False):
     scale = power_of_two_scale(largest_magnitude(x), form)
-    return quantize(x, scale, form, clip=clip), scale
+    return cast_scaled(x, inverse(scale), form, clip=clip), scale
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -149,7 +148,7 @@ def test_quantising_is_off_by_half_an_ulp_at_most(form, exponent, dtype):
     x = normal(0, 1000) * 2.0**exponent
     x = x.astype(dtype)
     codes, scale = quantized(x, form)
-    assert codes.dtype == DTYPES[form]
+    assert codes.dtype == FORMATS[form].dtype
     wide = np.asarray(x.astype(jnp.float32), np.float64)
     error = np.abs(
         np.asarray(codes.astype(jnp.float32), np.float64) * float(scale) - wide
@@ -161,7 +160,7 @@ def test_quantising_is_off_by_half_an_ulp_at_most(form, exponent, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_of_the_format_survive(form):
-    codes = np.arange(256, dtype=np.uint8).view(DTYPES[form])
+    codes = np.arange(256, dtype=np.uint8).view(FORMATS[form].dtype)
     finite = codes[np.isfinite(codes.astype(np.float32))]
     x = jnp.asarray(finite.astype(np.float32) * 2.0**-7)
     found, scale = quantized(x, form)
@@ -183,9 +182,9 @@ def test_clip_saturates_what_a_given_scale_cannot_hold(form):
     x = jnp.asarray([1e6, -1e6, 0.5], jnp.float32)
     one = jnp.float32(1.0)
     largest = FORMATS[form].max
-    codes = quantize(x, one, form, clip=True).astype(jnp.float32)
+    codes = cast_scaled(x, one, form, clip=True).astype(jnp.float32)
     assert np.array_equal(codes, [largest, -largest, 0.5])
-    loose = quantize(x, one, form, clip=False).astype(jnp.float32)
+    loose = cast_scaled(x, one, form, clip=False).astype(jnp.float32)
     assert not np.isfinite(np.asarray(loose[0]))
 
 
@@ -390,7 +389,7 @@ def rounded(x, form, axes=None):
     """What a tensor is in fp8, by NumPy alone: scale, cast, scale back."""
     largest = np.max(np.abs(x), axis=axes, keepdims=axes is not None)
     scale = 2.0 ** np.ceil(np.log2(largest / FORMATS[form].max))
-    return (x / scale).astype(DTYPES[form]).astype(np.float64) * scale
+    return (x / scale).astype(FORMATS[form].dtype).astype(np.float64) * scale
 
 
 @pytest.mark.parametrize("name", ["current", "current e4m3", "row", "row e5m2"])

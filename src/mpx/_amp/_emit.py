@@ -148,7 +148,7 @@ class Autocast(Settings):
         return [*map(in_f32, self.flow.inside_loop(eqn, facts)[carry])]
 
     @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: object) -> Iterator[None]:
+    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
         outer = self.in_loop, self.caller, self.may_round, self.wanted
         self.in_loop |= eqn.primitive.name == "scan"
         self.may_round, self.wanted = self._may_round(eqn), self._wanted(eqn)
@@ -174,7 +174,7 @@ class Autocast(Settings):
             return tuple(map(self.frame.layout.is_stored, eqn.outvars))
         return True
 
-    def cache_key(self, eqn: Equation, more: object) -> tuple[PyTree, ...]:
+    def cache_key(self, eqn: Equation, more: PyTree) -> tuple[PyTree, ...] | None:
         return self.in_loop, self._may_round(eqn), self._wanted(eqn)
 
     def _wanted(self, eqn: Equation) -> tuple[Reached | None, ...]:

@@ -17,19 +17,18 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from mpx._fp8._operands import (
-    DTYPES,
     MatmulSpec,
     as_bytes,
+    cast_scaled,
     differentiable_once,
+    inverse,
     largest_magnitude,
     power_of_two_scale,
-    quantize,
 )
 from mpx._fp8._recipes import MXFP8, NVFP4, Recipe
-from mpx._fp8._rounding import E2M1, mpx_round, noise_of, to_e4m3
+from mpx._fp8._rounding import mpx_round, noise_of, to_e4m3
 from mpx._jax._devices import gpu_capability
-
-_E8M0 = np.dtype(jnp.float8_e8m0fnu)
+from mpx._jax._formats import FORMATS
 
 
 class Blocks(NamedTuple):
@@ -56,8 +55,8 @@ def to_blocks(recipe: Recipe, role: str, x: Array) -> Blocks:
     form, (rows, columns) = recipe.form(role), x.shape
     blocks = x.reshape(rows, columns // MXFP8.multiple, MXFP8.multiple)
     scale = power_of_two_scale(largest_magnitude(blocks, (2,)), form)
-    codes = quantize(blocks, scale, form, clip=False).reshape(rows, columns)
-    return Blocks(codes, scale[..., 0].astype(_E8M0))
+    codes = cast_scaled(blocks, inverse(scale), form).reshape(rows, columns)
+    return Blocks(codes, scale[..., 0].astype(FORMATS["e8m0"].dtype))
 
 
 # --- NVFP4 ----------------------------------------------------------------------------
@@ -87,7 +86,7 @@ def _to_nv(recipe: NVFP4, role: str, x: Array) -> Blocks:
     noise = noise_of(x).reshape(tiles.shape) if dithered else None
     codes = mpx_round(tiles * inverse * factor, noise, "e2m1").reshape(x.shape)
     scale = jnp.broadcast_to(scale[..., 0], (*tiles.shape[:2], columns // _SIZE))
-    return Blocks(codes, scale.reshape(rows, -1).astype(DTYPES["e4m3"]), whole)
+    return Blocks(codes, scale.reshape(rows, -1).astype(FORMATS["e4m3"].dtype), whole)
 
 
 @functools.cache
@@ -199,8 +198,8 @@ def _summed_over_rows(recipe: Recipe, x: Array) -> Array:
 def _backward(
     recipe: Recipe, dtype: np.dtype, residuals: tuple[Blocks, Blocks], grad: Array
 ) -> tuple[Array, Array]:
-    is_nv = isinstance(recipe, NVFP4)
-    kind, scales = (E2M1, DTYPES["e4m3"]) if is_nv else (DTYPES["e4m3"], _E8M0)
+    forms = ("e2m1", "e4m3") if isinstance(recipe, NVFP4) else ("e4m3", "e8m0")
+    kind, scales = (FORMATS[form].dtype for form in forms)
     as_dtype = lax.bitcast_convert_type
     x, w = (
         Blocks(as_dtype(b.codes, kind), as_dtype(b.scale, scales), b.whole)

@@ -14,22 +14,16 @@ from mpx._amp._follow import Facts
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
 from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import Int8, Recipe
-from mpx._jax._compat import (
-    Literal,
-    asked_precisions,
-    open_jaxpr,
-)
+from mpx._jax._compat import asked_precisions
 from mpx._jax._devices import H200
 from mpx._jax._formats import short_name
-from mpx._program._flow import loop_carry
+from mpx._program._flow import pull, pull_inside
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
     GROUPED,
-    LOOPS,
     MATMULS,
     Equation,
-    called,
     flops,
     matmul_sizes,
     names,
@@ -242,7 +236,6 @@ _SELECTS = frozenset(names("top_k approx_top_k argmax argmin sort"))
 _BETWEEN = MOVES.union(names("mul select_n"))
 _PRODUCTS = frozenset((*MATMULS, *ATTENTION, GROUPED))
 Uses = frozenset[str]
-_NONE: Uses = frozenset()
 
 
 class Tables(Facts):
@@ -261,83 +254,31 @@ class Tables(Facts):
         return super().results(eqn, ins)
 
 
-class Readers:
-    """Tells what reads the values of a jaxpr, with only element-wise operations between.
+def uses_of(jaxpr: Any, results: Sequence[Uses | None]) -> dict[Any, Uses]:
+    """Returns what reads the values of a jaxpr, given what reads its results.
 
     A head, and a router of experts, is a matmul whose result goes into a softmax, or is
-    sorted: an error there changes which class or which expert comes first, or all
-    probabilities at once. Names play no part in it.
+    sorted, with only element-wise operations between: an error there changes which class or
+    which expert comes first, or all probabilities at once. Names play no part in it.
     """
-
-    def __init__(self) -> None:
-        self._found: dict[Any, tuple[Any, dict[Any, Uses]]] = {}
-
-    def clear(self) -> None:
-        """Forgets all jaxprs, which may hold arrays."""
-        self._found.clear()
-
-    def of(self, jaxpr: Any, results: Sequence[Uses]) -> dict[Any, Uses]:
-        """Returns the uses of the values of a jaxpr, given those of its results."""
-        body, _ = open_jaxpr(jaxpr)
-        key = id(body), tuple(results)
-        if key not in self._found:
-            found: dict[Any, Uses] = {}
-
-            def add(atoms: Sequence[Any], more: Sequence[Uses]) -> None:
-                for atom, uses in zip(atoms, more, strict=True):
-                    if uses and not isinstance(atom, Literal):
-                        found[atom] = found.get(atom, _NONE) | uses
-
-            add(body.outvars, results)
-            for eqn in reversed(body.eqns):
-                add(eqn.invars, self._before(eqn, found))
-            self._found[key] = body, found
-        return self._found[key][1]
-
-    def inside(self, eqn: Equation, found: Mapping[Any, Uses]) -> tuple[Uses, ...]:
-        """Returns the uses of the results of a body, given those of its equation's."""
-        uses = [found.get(var, _NONE) for var in eqn.outvars]
-        while eqn.primitive.name in LOOPS:  # until a step's carry no longer changes
-            carry, _ = loop_carry(eqn)
-            given = self._inputs(_body(eqn), uses)[carry]
-            after = [x | y for x, y in zip(uses, given, strict=False)] + uses[
-                len(given) :
-            ]
-            if after == uses:
-                break
-            uses = after
-        return tuple(uses)
-
-    def _inputs(self, jaxpr: Any, results: Sequence[Uses]) -> list[Uses]:
-        found = self.of(jaxpr, results)
-        return [found.get(var, _NONE) for var in open_jaxpr(jaxpr)[0].invars]
-
-    def _before(self, eqn: Equation, found: Mapping[Any, Uses]) -> list[Uses]:
-        """Returns the uses of the operands of an equation."""
-        name, count = eqn.primitive.name, len(eqn.invars)
-        if name in _PRODUCTS:
-            return [_NONE] * count
-        results = self.inside(eqn, found)
-        if name in LOOPS:
-            inputs = self._inputs(_body(eqn), results)
-            return [_NONE] * (
-                count - len(inputs)
-            ) + inputs  # the condition's come first
-        if name == "cond":
-            inputs = [self._inputs(x, results) for x in eqn.params["branches"]]
-            return [_NONE, *(_NONE.union(*x) for x in zip(*inputs, strict=True))]
-        if (body := called(eqn)) is not None:
-            return self._inputs(body, results)
-        uses = _NONE.union(*results)
-        if name in _SUMS:
-            uses |= {_SUMMED}
-        elif name in ("exp", "exp2") and _SUMMED in uses:
-            uses = uses - {_SUMMED} | {HEAD}
-        elif name not in _BETWEEN:
-            uses -= {_SUMMED}
-        return [uses | {ROUTER} if name in _SELECTS else uses] * count
+    return pull(jaxpr, results, _uses_of_operands, frozenset.union)
 
 
-def _body(eqn: Equation) -> Any:
-    """Returns the body of a loop."""
-    return eqn.params.get("jaxpr", eqn.params.get("body_jaxpr"))
+def uses_inside(eqn: Equation, found: Mapping[Any, Uses]) -> tuple[Uses | None, ...]:
+    """Returns what reads the results of a body, given what reads those of its equation."""
+    uses = [found.get(var) for var in eqn.outvars]
+    return tuple(pull_inside(eqn, uses, _uses_of_operands, frozenset.union))
+
+
+def _uses_of_operands(eqn: Equation, outs: list[Uses | None]) -> list[Uses | None]:
+    name, uses = eqn.primitive.name, frozenset[str]().union(*filter(None, outs))
+    if name in _PRODUCTS:
+        uses = frozenset[str]()
+    elif name in _SUMS:
+        uses |= {_SUMMED}
+    elif name in ("exp", "exp2") and _SUMMED in uses:
+        uses = uses - {_SUMMED} | {HEAD}
+    elif name not in _BETWEEN:
+        uses -= {_SUMMED}
+    uses |= {ROUTER} if name in _SELECTS else set()
+    return [uses or None] * len(eqn.invars)

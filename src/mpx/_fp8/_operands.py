@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float32, PyTree
 
 from mpx._casting._context import automatic_size
-from mpx._fp8._recipes import DelayedScaling, Recipe, StaticScaling
+from mpx._fp8._recipes import Recipe
 from mpx._fp8._rounding import integer_scale, mpx_round, noise_of
 from mpx._jax._compat import struct_like, undifferentiable
 from mpx._jax._devices import gpu_capability
@@ -39,12 +39,7 @@ from mpx._jax._sharding import (
 )
 from mpx._kernels._dispatch import plain_under_vmap
 
-DTYPES: dict[str, np.dtype] = {
-    "e4m3": np.dtype(jnp.float8_e4m3fn),
-    "e5m2": np.dtype(jnp.float8_e5m2),
-}
 Axes = tuple[int, ...]
-ROLES = ("activation", "weight", "grad")
 # For what the rules of a derivative get or return: JAX evaluates these rules on values, and
 # differentiating them is a second derivative. An 8-bit code is a constant to JAX, so second
 # derivatives would be 0; those of MX blocks would be rounded with scales made for others.
@@ -120,7 +115,7 @@ def to_fp8(
     seen: Array | None,
 ) -> tuple[Operand, Operand]:
     """Quantises a tensor for two products, which sum over either group of its axes."""
-    recipe, clip = spec.recipe, True
+    recipe = spec.recipe
     # A weight that XLA may shard has its codes in one order, so that all three matmuls
     # gather the same ones, and what `jax.checkpoint` computes again shares the gather.
     gathered = spec.transposes and role == "weight" and automatic_size(x) > 1
@@ -134,21 +129,16 @@ def to_fp8(
         )
         return first, second
     form = recipe.form(role)
-    if isinstance(recipe, StaticScaling):
-        amax = jnp.float32(getattr(recipe, f"{role}_max"))
-    elif isinstance(recipe, DelayedScaling) and seen is not None:
-        # Of huge numbers the product would be inf, which has no scale.
-        amax = jnp.minimum(
-            seen[ROLES.index(role)] * np.float32(2.0**recipe.margin), _MOST
-        )
-    else:
-        amax, clip = largest_magnitude(x), False
+    known = recipe.known_maximum(role, seen)
+    clip = known is not None
+    # Of huge numbers a margin makes inf, which has no scale.
+    amax = jnp.minimum(known, FORMATS["f32"].max) if clip else largest_magnitude(x)
     scale = power_of_two_scale(amax, form)
     leading: Axes = ()
     if spec.transposes and not (batch or gathered):
         leading = next((g for g in groups if g and _come_first(g)), ())
     if len(leading) in (0, x.ndim):
-        codes = quantize(x, scale, form, clip=clip)
+        codes = cast_scaled(x, inverse(scale), form, clip=clip)
         found = [(codes, axes) for axes in groups]
     else:
         codes, moved = quantize_both(x, scale, form, leading=len(leading), clip=clip)
@@ -171,7 +161,7 @@ def _by_row(recipe: Recipe, role: str, given: Operand, backward: bool) -> Operan
         made = dataclasses.replace(given, codes=codes, scale=scale)
         return made if given.gathered else _summed_last_on_gpu(made)
     scale = power_of_two_scale(largest_magnitude(x, given.summed), form)
-    codes = quantize(x, scale, form, clip=False)
+    codes = cast_scaled(x, inverse(scale), form)
     return dataclasses.replace(given, codes=codes, scale=scale)
 
 
@@ -212,7 +202,7 @@ def as_bytes(x: PyTree) -> PyTree:
 
 def as_codes(x: PyTree) -> PyTree:
     """Returns a tree with its bytes as numbers of the format of operands."""
-    dtype = DTYPES["e4m3"]
+    dtype = FORMATS["e4m3"].dtype
     return jax.tree.map(
         lambda a: lax.bitcast_convert_type(a, dtype) if a.dtype == jnp.uint8 else a, x
     )
@@ -242,7 +232,7 @@ def quantize_both(
 ) -> tuple[Array, Array]:
     """Returns the codes of a tensor, and the same with `leading` axes moved to the end.
 
-    `scale` is a scalar; for `clip` see `quantize`.
+    `scale` is a scalar; for `clip` see `cast_scaled`.
     """
 
     def plain(x: Array, factor: Array) -> tuple[Array, Array]:
@@ -301,7 +291,9 @@ def cast_and_transpose(
         plgpu.store(codes_ref.at[down, across], codes)
         plgpu.store(transposed_ref.at[across, down], codes.T)
 
-    like = x.astype(DTYPES[form])  # for what the results vary over in a shard_map
+    like = x.astype(
+        FORMATS[form].dtype
+    )  # for what the results vary over in a shard_map
     return tuple(
         pl.pallas_call(
             kernel,
@@ -375,7 +367,6 @@ def _transpose_after_gather(
 _MANTISSA = 0x7FFFFF
 # Scale and inverse are both normal f32 numbers between these biased exponents.
 _LOWEST, _HIGHEST = 1, 253
-_MOST = np.finfo(np.float32).max
 
 
 def largest_magnitude(
@@ -420,20 +411,13 @@ def inverse(scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return _from_exponent(np.int32(254) - (bits >> np.uint32(23)).astype(jnp.int32))
 
 
-def quantize(x: Array, scale: Array, form: str, *, clip: bool) -> Array:
-    """Returns `x / scale` in an 8-bit format; the error is half an ulp of the format.
+def cast_scaled(x: Array, factor: Array, form: str, *, clip: bool = False) -> Array:
+    """Returns `x · factor` in an 8-bit format; the error is half an ulp of the format.
 
     With `clip`, magnitudes above the range become the largest number, as they must where
     the scale was chosen before `x` was known. Elsewhere a clip has made XLA fail ("A cycle
-    is detected", jaxlib 0.11.2) where `x` comes out of a matmul.
-    """
-    return cast_scaled(x, inverse(scale), form, clip=clip)
-
-
-def cast_scaled(x: Array, factor: Array, form: str, *, clip: bool) -> Array:
-    """Returns `x · factor` in an 8-bit format. inf and nan become nan.
-
-    A clipped inf would hide an overflow from loss scaling, and GPUs clip it.
+    is detected", jaxlib 0.11.2) where `x` comes out of a matmul. inf and nan become nan: a
+    clipped inf would hide an overflow from loss scaling, and GPUs clip it.
     """
     # In f32: 2**126 would overflow f16. XLA fuses the product into the cast.
     scaled = x.astype(jnp.float32) * factor
@@ -441,7 +425,7 @@ def cast_scaled(x: Array, factor: Array, form: str, *, clip: bool) -> Array:
 
 
 def _cast(x: Array, clipped: Array, form: str) -> Array:
-    return jnp.where(jnp.abs(x) < jnp.inf, clipped, jnp.nan).astype(DTYPES[form])
+    return jnp.where(jnp.abs(x) < jnp.inf, clipped, jnp.nan).astype(FORMATS[form].dtype)
 
 
 # Not inlined: `mpx.inspect.explain` knows it by its name, and leaves it out in f32.

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mpx._jax._arguments import as_count, as_real, check_bool, check_choice, check_value
+
+ROLES = ("activation", "weight", "grad")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,13 @@ class Recipe:
     def is_dithered(self, role: str) -> bool:
         """Returns whether a tensor is rounded stochastically."""
         return False
+
+    def known_maximum(self, role: str, seen: Any) -> Any:
+        """Returns the magnitude that fixes the scale of a tensor; `None` for its own.
+
+        `seen` are the largest ones in earlier steps by `ROLES`, f32[3], if there are any.
+        """
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,9 @@ class DelayedScaling(Float8):
         words = "a number of powers of two, from -8 to 8"
         check_value(-8 <= self.margin <= 8, "margin", words, self.margin)
 
+    def known_maximum(self, role: str, seen: Any) -> Any:
+        return None if seen is None else seen[ROLES.index(role)] * 2.0**self.margin
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticScaling(Float8):
@@ -156,6 +168,9 @@ class StaticScaling(Float8):
             value = as_real(getattr(self, name), name)
             check_value(0 < value < math.inf, name, "positive and finite", value)
             object.__setattr__(self, name, value)
+
+    def known_maximum(self, role: str, seen: Any) -> Any:
+        return getattr(self, f"{role}_max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,18 +12,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from mpx._jax._formats import FORMATS
 from mpx._quant._codecs import random_bits
 
-E2M1 = np.dtype(jnp.float4_e2m1fn)
-_DTYPES = {"int8": np.dtype(np.int8), "e2m1": E2M1}
-_LARGEST = {"int8": 127, "e2m1": 6}
+_INT8_MAX = 127
 _TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
 
 
 def integer_scale(amax: Array) -> Float32[Array, "..."]:
     """Returns `amax / 127`, at least 2⁻¹²⁶."""
     # XLA replaces a division by this product in some programs only: ties would differ.
-    return jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)
+    return jnp.maximum(amax * np.float32(1 / _INT8_MAX), _TINY)
 
 
 def noise_of(x: Array) -> Float32[Array, "..."]:
@@ -41,15 +40,15 @@ def noise_of(x: Array) -> Float32[Array, "..."]:
 @functools.partial(jax.jit, static_argnums=2)
 def mpx_round(x: Array, noise: Array | None, form: str) -> Array:
     """Returns the codes of scaled numbers: the nearest ones, or by `noise` one beside."""
-    largest = np.float32(_LARGEST[form])
+    largest = np.float32(_INT8_MAX if form == "int8" else FORMATS[form].max)
     # A number times a rounded inverse may exceed the range by an ulp.
     x = jnp.clip(x, -largest, largest)
     whole = lambda x: jnp.round(x) if noise is None else jnp.floor(x + noise)  # noqa: E731
     if form == "int8":
-        return whole(x).astype(_DTYPES[form])
+        return whole(x).astype(np.int8)
     size = jnp.abs(x)  # 0, ½, 1, 1½, 2, 3, 4, 6
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    return (whole(x / step) * step).astype(_DTYPES[form])
+    return (whole(x / step) * step).astype(FORMATS[form].dtype)
 
 
 def to_e4m3(x: Array, *, up: bool) -> Float32[Array, "..."]:

@@ -27,13 +27,14 @@ from mpx._fp8._decide import (
     ROUTER,
     TABLE,
     Matmul,
-    Readers,
     Selection,
     Tables,
     Uses,
     reason_by_kind,
     reason_to_keep,
     sizes,
+    uses_inside,
+    uses_of,
 )
 from mpx._fp8._delayed import Scales
 from mpx._fp8._dot import fp8_dot
@@ -103,9 +104,8 @@ class Fp8Autocast(Autocast):
     _delayed: bool = True
     _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
     # What reads the values of the running body, and those that it returns
-    _readers: Readers = dataclasses.field(default_factory=Readers)
     _uses: dict[Any, Uses] = dataclasses.field(default_factory=dict)
-    _results: tuple[Uses, ...] = ()
+    _results: tuple[Uses | None, ...] = ()
 
     # --- the function -----------------------------------------------------------------
 
@@ -134,7 +134,6 @@ class Fp8Autocast(Autocast):
             variables = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
             tables.run(traced.jaxpr, dict(zip(variables, facts, strict=True)))
             self.tables = frozenset(tables.found)
-        self._results = (frozenset(),) * len(traced.jaxpr.outvars)
         return traced
 
     def finish(self, outs: Values) -> Values:
@@ -152,7 +151,6 @@ class Fp8Autocast(Autocast):
             what = f"matmuls such as that with `{such}`" if such else "all matmuls"
             warn(_NOTHING.format(what=what, reason=often))
             self.found.discard("highest")  # of which `amp` would warn
-        self._readers.clear()  # derivative rules, which JAX keeps, refer to the visitor
         return super().finish(outs)
 
     def _check_selectors(self, traced: Traced) -> None:
@@ -180,7 +178,7 @@ class Fp8Autocast(Autocast):
         scopes: Scopes,
     ) -> Outcome:
         outer = self._uses
-        self._uses = self._readers.of(jaxpr, self._results) if self._is_open else {}
+        self._uses = uses_of(jaxpr, self._results) if self._is_open else {}
         try:
             return super().run(jaxpr, consts, args, facts, scopes)
         finally:
@@ -365,7 +363,7 @@ class Fp8Autocast(Autocast):
         self._delayed &= name != "shard_map"
         self.scales = None if self.scales is None else more or {}
         if self._is_open:
-            self._results = self._readers.inside(eqn, self._uses)
+            self._results = uses_inside(eqn, self._uses)
         self._is_open &= _may_enter(eqn)
         try:
             with super().inside(eqn, more):
@@ -383,9 +381,9 @@ class Fp8Autocast(Autocast):
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
         counts = tuple(self.counts.items()) if more else ()
-        uses = self._readers.inside(eqn, self._uses) if self._is_open else ()
+        uses = uses_inside(eqn, self._uses) if self._is_open else ()
         own = (self._is_open, self._delayed, self.lengths, self.tables)
-        return (*super().cache_key(eqn, more), *own, uses, counts)
+        return (super().cache_key(eqn, more), *own, uses, counts)
 
     def _next_scale(self, param: str) -> tuple[Any, Any]:
         """Returns maxima seen before and probe of the next matmul with a parameter."""

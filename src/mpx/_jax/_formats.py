@@ -24,6 +24,7 @@ class Format:
     max: float  # the largest finite number
     tiny: float  # the smallest positive normal number
     smallest: float  # the smallest positive subnormal number
+    dtype: np.dtype  # in which it is stored
 
     @property
     def eps(self) -> float:
@@ -34,7 +35,8 @@ class Format:
 def _from_dtype(name: str, dtype: DTypeLike) -> Format:
     info = ml_dtypes.finfo(dtype)
     numbers = map(float, (info.max, info.smallest_normal, info.smallest_subnormal))
-    return Format(name, info.bits, info.nexp, info.nmant, *numbers)
+    sizes = info.bits, info.nexp, info.nmant
+    return Format(name, *sizes, *numbers, dtype=np.dtype(dtype))
 
 
 _DTYPES: dict[str, type] = {
@@ -53,9 +55,12 @@ FORMATS: dict[str, Format] = {
 # tf32 is how tensor cores read f32: f32's exponent with f16's mantissa. It has no
 # dtype of its own. e8m0 holds the power-of-two scale of an MX block: no sign, no zero.
 FORMATS["tf32"] = Format(
-    "tf32", 19, 8, 10, (2 - 2.0**-10) * 2.0**127, 2.0**-126, 2.0**-136
+    *("tf32", 19, 8, 10, (2 - 2.0**-10) * 2.0**127, 2.0**-126, 2.0**-136),
+    dtype=np.dtype(jnp.float32),
 )
-FORMATS["e8m0"] = Format("e8m0", 8, 8, 0, 2.0**127, 2.0**-127, 2.0**-127)
+FORMATS["e8m0"] = Format(
+    "e8m0", 8, 8, 0, 2.0**127, 2.0**-127, 2.0**-127, np.dtype(jnp.float8_e8m0fnu)
+)
 
 _NAMES: dict[str, np.dtype] = {
     **{name: np.dtype(dtype) for name, dtype in _DTYPES.items()},

@@ -220,7 +220,8 @@ def in_auto_axes(func: Callable[..., Array], sharding: Any) -> Callable[..., Arr
     axes = getattr(sharding.mesh, "explicit_axes", ())
     if not axes:
         return func
-    return jax.sharding.auto_axes(func, axes=axes, out_sharding=sharding)
+    run: Any = jax.sharding.auto_axes(func, axes=axes, out_sharding=sharding)
+    return run
 
 
 def sharded_as(x: Array, like: PyTree) -> Array:
