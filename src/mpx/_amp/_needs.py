@@ -228,10 +228,13 @@ class Roots:
         return False
 
     def _before_casts(self, var: Any) -> Any:
-        made = self.maker.get(var)
-        is_cast = made is not None and made.primitive.name == "convert_element_type"
-        is_cast = is_cast and is_var(made.invars[0])
-        return self._before_casts(made.invars[0]) if is_cast and made else var
+        while (made := self.maker.get(var)) is not None:
+            if made.primitive.name != "convert_element_type" or not is_var(
+                made.invars[0]
+            ):
+                break
+            var = made.invars[0]
+        return var
 
     def _asks_sign(self, eqn: Equation) -> bool:
         """Returns whether an equation compares with 0: x with 0, or with max(x, 0)."""
@@ -501,7 +504,8 @@ def _sign(eqn: Equation, reads: Sequence[Fact]) -> Any:
 
 
 def _is_thin(var: Any) -> bool:
-    return getattr(var.aval, "shape", None) in (None, ()) or var.aval.shape[-1] == 1
+    shape = getattr(var.aval, "shape", ())
+    return len(shape) == 0 or shape[-1] == 1
 
 
 def _is_row(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:

@@ -78,8 +78,7 @@ def _custom(
 
             def transposed(residuals: Values, cotangents: Values) -> PyTree:
                 push = jax.tree.unflatten(structure[0], residuals)
-                places = [smooth.index(i) for i in chosen]
-                outs = lambda *x: [push(*x)[i] for i in places]  # noqa: E731
+                outs = lambda *x: [push(*x)[smooth.index(i)] for i in chosen]  # noqa: E731
                 try:
                     return jax.linear_transpose(outs, *types)(cotangents)
                 except AttributeError as error:
@@ -94,7 +93,6 @@ def _custom(
         inputs = [*new.constvars, *new.invars]
         env = dict(zip(inputs, [*consts, *args], strict=True))
         kept = _run_keeping(new, env, roots, search, form)
-        outs = [_read(env, x) for x in new.outvars[:count]]
         # Data, such as the carry of a loop, is a root or not needed.
         given = [x if y != "data" else None for x, y in zip(args, kinds, strict=True)]
 
@@ -106,6 +104,7 @@ def _custom(
             grads = _Again(search, known, form).run(program, wanted, arriving)
             return tuple(map(dict(zip(free, grads, strict=True)).get, range(len(args))))
 
+        outs = [_read(env, x) for x in new.outvars[:count]]
         return outs, jax.tree_util.Partial(backward, [*consts, *given, *kept])
 
     call = jax.custom_vjp(lambda *args: run(*args))
