@@ -504,8 +504,7 @@ def _sign(eqn: Equation, reads: Sequence[Fact]) -> Any:
 
 
 def _is_thin(var: Any) -> bool:
-    shape = getattr(var.aval, "shape", ())
-    return len(shape) == 0 or shape[-1] == 1
+    return [*getattr(var.aval, "shape", ())][-1:] in ([], [1])
 
 
 def _is_row(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
