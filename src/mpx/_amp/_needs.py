@@ -86,7 +86,11 @@ class Need(NamedTuple):
 
     def join(self, other: "Need") -> "Need":
         """Returns what two readers need."""
-        return Need(*[x or y for x, y in zip(self, other, strict=True)])
+        return Need(
+            self.why or other.why,
+            self.by_row or other.by_row,
+            self.is_signed or other.is_signed,
+        )
 
 
 class Roots:
@@ -153,12 +157,13 @@ class Roots:
         for var in eqn.outvars:
             self.maker[var] = eqn
             is_row, sizes = _is_row(eqn, reads, var), self._sizes(eqn, reads)
-            counts = [self._count(var, x.origins) for x in reads]
+            most = max(
+                [_JOINED.get(name, 1), *(self._count(var, x.origins) for x in reads)]
+            )
+            is_sum = _BEARS.get(name) == "sums" and not _is_safe(eqn, reads)
             if not is_linear and (name not in _AGAIN or depth > _DEEPEST):
                 self._ends.add(var)
-            elif self._count(var, origins) > max([*counts, _JOINED.get(name, 1)]):
-                self._joins.add(var)
-            elif _BEARS.get(name) == "sums" and not _is_safe(eqn, reads):
+            elif is_sum or self._count(var, origins) > most:
                 self._joins.add(var)
             is_end = var in self._joins and not origins <= self._alive
             self.facts[var] = Fact(
@@ -212,23 +217,24 @@ class Roots:
         """Returns whether a value is the mean of another one along some axes."""
         if not (is_var(mean) and is_var(x)):
             return False
-        while (made := self.maker.get(mean)) is not None and made.invars:
-            name, numbers = made.primitive.name, made.invars[1:]
+        made = self.maker.get(mean)
+        while made is not None and made.invars and is_var(made.invars[0]):
+            name, (first, *numbers) = made.primitive.name, made.invars
             if name == "reduce_sum":
-                return self._moved(made.invars[0]) is self._moved(x)
+                return self._before_casts(first) is self._before_casts(x)
             is_scaled = name in ("mul", "div") and not any(map(is_var, numbers))
-            if not (is_scaled or name in queries.MOVES) or not is_var(made.invars[0]):
-                return False
-            mean = made.invars[0]
+            is_moved = is_scaled or name in queries.MOVES
+            made = self.maker.get(first) if is_moved else None
         return False
 
-    def _moved(self, var: Any) -> Any:
-        """Returns what a value is before casts."""
-        made = self.maker.get(var)
-        is_cast = made is not None and made.primitive.name == "convert_element_type"
-        return (
-            self._moved(made.invars[0]) if is_cast and is_var(made.invars[0]) else var
-        )
+    def _before_casts(self, var: Any) -> Any:
+        while (made := self.maker.get(var)) is not None:
+            if made.primitive.name != "convert_element_type" or not is_var(
+                made.invars[0]
+            ):
+                break
+            var = made.invars[0]
+        return var
 
     def _asks_sign(self, eqn: Equation) -> bool:
         """Returns whether an equation compares with 0: x with 0, or with max(x, 0)."""
@@ -362,23 +368,21 @@ class Roots:
         like = [
             need._replace(is_signed=need.is_signed and x.sign is sign) for x in reads
         ]
-        if name in PRODUCTS:  # in the body of a remat
-            return [Need()] * len(reads)
-        if name == "select_n":
-            like[0] = Need("`select_n` reads it")
         if name == "mul":
             pairs = zip(like, self._factors(eqn, reads), strict=True)
             return [x.join(y) for x, y in pairs]
-        if (
-            self._is_bump(eqn, reads)
-            or how in ("moves", "smooth", "sums")
-            or _is_power(eqn)
-        ):
-            return like
-        if name == "div" and self._sizes(eqn, reads) < ROUGH:
+        if name == "select_n":
+            like[0] = Need("`select_n` reads it")
+        elif name in PRODUCTS:  # in the body of a remat
+            like = [Need()] * len(reads)
+        elif self._is_bump(eqn, reads) or _is_power(eqn):
+            pass
+        elif name == "div" and self._sizes(eqn, reads) < ROUGH:
             by_row = need.by_row or _size(eqn.invars[1]) > 1
-            return [like[0]._replace(by_row=by_row), Need("`div` reads it")]
-        return [Need(f"`{name}` reads it")] * len(reads)
+            like = [like[0]._replace(by_row=by_row), Need("`div` reads it")]
+        elif how not in ("moves", "smooth", "sums"):
+            like = [Need(f"`{name}` reads it")] * len(reads)
+        return like
 
     def _first(self, eqn: Equation) -> Any:
         """Returns the x of x - mean(x), if there is such a difference before it."""
@@ -428,10 +432,16 @@ class Roots:
         is_listed &= not self.facts[root].is_param
         return is_listed and _fits(root, self.needs[root])
 
-    def tell(self, roots: Iterable[Any], form: str) -> None:
-        """Tells the report how large roots are kept."""
-        recording = current_recording()
-        for root in roots if recording is not None else ():
+    def of(self, wanted: Sequence[Any], form: str) -> list[Any]:
+        """Returns the roots of values, and tells the report how large ones are kept."""
+        roots = [*dict.fromkeys(x for atom in wanted for x in self.sources(atom))]
+        self._tell(roots, form)
+        return roots
+
+    def _tell(self, roots: Iterable[Any], form: str) -> None:
+        if (recording := current_recording()) is None:
+            return
+        for root in roots:
             dtype, is_coded = root.aval.dtype.name, self.is_coded(root)
             frames = source_frames(self.maker[root]) if root in self.maker else ()
             why = self.needs[root].why or "codes save too little"
@@ -494,7 +504,7 @@ def _sign(eqn: Equation, reads: Sequence[Fact]) -> Any:
 
 
 def _is_thin(var: Any) -> bool:
-    return getattr(var.aval, "shape", ())[-1:] in ((), (1,))
+    return [*getattr(var.aval, "shape", ())][-1:] in ([], [1])
 
 
 def _is_row(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:

@@ -78,8 +78,7 @@ def _custom(
 
             def transposed(residuals: Values, cotangents: Values) -> PyTree:
                 push = jax.tree.unflatten(structure[0], residuals)
-                places = [smooth.index(i) for i in chosen]
-                outs = lambda *x: [push(*x)[i] for i in places]  # noqa: E731
+                outs = lambda *x: [push(*x)[smooth.index(i)] for i in chosen]  # noqa: E731
                 try:
                     return jax.linear_transpose(outs, *types)(cotangents)
                 except AttributeError as error:
@@ -90,15 +89,12 @@ def _custom(
         complete = transpose(smooth, [new.outvars[i].aval for i in smooth])
         readers, _ = open_jaxpr(_flat(complete, (*_CALLS, *queries.REMAT)))
         search = Roots(new, kinds, wanted, readers, is_exact)
-        roots = list(dict.fromkeys(x for atom in wanted for x in search.sources(atom)))
-        search.tell(roots, form)
+        roots = search.of(wanted, form)
         inputs = [*new.constvars, *new.invars]
         env = dict(zip(inputs, [*consts, *args], strict=True))
         kept = _run_keeping(new, env, roots, search, form)
-        outs = [_read(env, x) for x in new.outvars[:count]]
         # Data, such as the carry of a loop, is a root or not needed.
-        pairs = zip(kinds, args, strict=True)
-        given = [None if kind == "data" else x for kind, x in pairs]
+        given = [x if y != "data" else None for x, y in zip(args, kinds, strict=True)]
 
         def backward(kept: Values, cotangents: Values) -> tuple[PyTree, ...]:
             chosen = [i for i in smooth if not isinstance(cotangents[i], SymbolicZero)]
@@ -106,9 +102,9 @@ def _custom(
             program = complete if chosen == smooth else transpose(chosen, arriving)
             known = dict(zip([*inputs, *roots], kept, strict=True))
             grads = _Again(search, known, form).run(program, wanted, arriving)
-            found = dict(zip(free, grads, strict=True))
-            return tuple([found.get(i) for i in range(len(args))])
+            return tuple(map(dict(zip(free, grads, strict=True)).get, range(len(args))))
 
+        outs = [_read(env, x) for x in new.outvars[:count]]
         return outs, jax.tree_util.Partial(backward, [*consts, *given, *kept])
 
     call = jax.custom_vjp(lambda *args: run(*args))

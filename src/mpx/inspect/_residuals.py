@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def residual_errors(
     """
     own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
     wrapper, inner = getattr(own, "mpx_under_amp", (None, own))
-    autocast = getattr(own, "mpx_autocast", None)
+    autocast: Any = getattr(own, "mpx_autocast", None)
     if wrapper is not own or getattr(autocast, "residuals", None) is None:
         raise TypeError(
             "`residual_errors` needs a loss function under 8-bit residuals. Pass "
