@@ -3,15 +3,27 @@
 Operations that NumPy has no word for are those of JAX, in f64 as well.
 """
 
-import math
 import string
 
 import jax
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+CALLS = {
+    *("scan while cond jit pjit closed_call remat remat2 checkpoint".split()),
+    *("custom_jvp_call custom_vjp_call".split()),
+}
+MOVES = {
+    *("reshape transpose broadcast_in_dim slice squeeze expand_dims rev neg sign".split()),
+    *("select_n max min clamp pad concatenate copy iota eq name argmax argmin".split()),
+    *("dynamic_slice dynamic_update_slice gather sort reduce_max reduce_min".split()),
+    *("convert_element_type stop_gradient top_k reduce_window_max cummax split".split()),
+    *("optimization_barrier is_finite abs floor round".split()),
+}
 
 
 def bodies(eqn):
@@ -88,6 +100,51 @@ class Exact:
                 np.asarray(x)
                 for x in (outs if eqn.primitive.multiple_results else [outs])
             ]
+
+
+class Draw(Exact):
+    """Computes with roundings, to grids that `scale` moves, and with the noise of f32."""
+
+    def __init__(self, dtype, scale, codes=None, is_noisy=True):
+        self.low, self.scale, self.codes, self.is_noisy = dtype, scale, codes, is_noisy
+
+    def rounded(self, x, dtype, factor=1):
+        """Rounds to the nearest on a moved grid, except what needs no rounding.
+
+        Equal numbers are rounded equally, as those of a broadcast are.
+        """
+        near = lambda x: x.astype(dtype).astype(F64)
+        x = np.asarray(x)
+        if x.dtype != F64:
+            return x
+        off = near(x * self.scale) / self.scale - x
+        return np.where(near(x) == x, x, x + factor * off)
+
+    def coded(self, x):
+        """Rounds to numbers of 8 bits, whose scale is the largest magnitude."""
+        top = np.max(np.abs(x), initial=1e-30)
+        if self.codes == "fp8":
+            scale = self.scale * 2.0 ** np.floor(np.log2(57344 / top))
+            return (x * scale).astype(ml_dtypes.float8_e5m2).astype(F64) / scale
+        scale = self.scale * {"int8": 127, "fp4": 6}[self.codes] / top
+        return np.round(x * scale) / scale
+
+    def equation(self, eqn, read):
+        name = eqn.primitive.name
+        if name == "reduce_precision" or (name in MATMULS and not asks_f32(eqn)):
+            read = [self.rounded(x, self.low) for x in read]
+            if self.codes:
+                read = [self.coded(x) for x in read]
+            return [self.rounded(x, self.low) for x in super().equation(eqn, read)]
+        outs = super().equation(eqn, read)
+        if not self.is_noisy or name in MOVES or name in CALLS:
+            return outs
+        return [self.rounded(x, F32, 4) for x in outs]
+
+
+def asks_f32(eqn):
+    highest = lax.Precision.HIGHEST
+    return eqn.params.get("precision") in (highest, (highest, highest))
 
 
 def wide(x):

@@ -23,11 +23,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from exact import Exact, bodies, wide
+from exact import F32, MATMULS, Draw, Exact, asks_f32, bodies, wide
 
-F32 = np.dtype(np.float32)
+FACTOR = 6.0
+"""How many times as far as the farthest draw a result may be."""
 LOW = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 ALGEBRA = {
     "cholesky",
     "triangular_solve",
@@ -40,18 +40,6 @@ ALGEBRA = {
 LOOPS = {"scan", "while"}
 ARITHMETIC = {"add", "sub", "mul", "div", "pow"}
 CHOICES = {"select_n", "max", "min", "clamp", "pad", "concatenate"}
-MOVES = CHOICES | {
-    *(
-        "reshape transpose broadcast_in_dim slice squeeze expand_dims rev neg sign copy iota eq"
-    ).split(),
-    *(
-        "dynamic_slice dynamic_update_slice gather sort reduce_max reduce_min stop_gradient"
-    ).split(),
-    *(
-        "convert_element_type name argmax argmin top_k reduce_precision reduce_window_max"
-    ).split(),
-    *("optimization_barrier psum pvary cummax split is_finite abs floor round").split(),
-}
 
 
 def holds(eqn, names):
@@ -116,8 +104,8 @@ def kind_of(name, kinds):
 class Marker:
     """Writes the roundings into a program."""
 
-    def __init__(self, dtype):
-        self.dtype = dtype
+    def __init__(self, dtype, has_rules=False):
+        self.dtype, self.has_rules = dtype, has_rules
 
     def literal(self, value):
         array = np.asarray(value, np.float64)
@@ -153,13 +141,15 @@ class Marker:
     def equation(self, eqn, read, kinds, is_algebra):
         name, params = eqn.primitive.name, eqn.params
         if name in MATMULS:
-            is_low = not (is_algebra or stays_f32(eqn))
+            # The products of a rule for derivatives are decided about one by one.
+            is_low = self.has_rules or not (is_algebra or stays_f32(eqn))
             if not is_low and "precision" in params:
                 params = params | {"precision": (lax.Precision.HIGHEST,) * 2}
             return [eqn.primitive.bind(*read, **params)], ["low" if is_low else "data"]
         if name in ("jit", "pjit", "remat2", "checkpoint", "closed_call", "remat"):
             inner = params["jaxpr"]
-            return self.jaxpr(
+            has_rules = self.has_rules or params.get("name") == "own_rule"
+            return Marker(self.dtype, has_rules).jaxpr(
                 getattr(inner, "jaxpr", inner),
                 getattr(inner, "consts", ()),
                 read,
@@ -206,11 +196,6 @@ class Marker:
         return [*carry, *ys], found[0]
 
 
-def asks_f32(eqn):
-    highest = lax.Precision.HIGHEST
-    return eqn.params.get("precision") in (highest, (highest, highest))
-
-
 def stays_f32(eqn):
     """Returns whether a product is one of f32: as asked for, or with a sum of few terms."""
     if eqn.primitive.name != "dot_general":
@@ -222,67 +207,35 @@ def stays_f32(eqn):
 # --- Bounds ----------------------------------------------------------------------------
 
 
-class Draw(Exact):
-    """Computes with roundings to grids that `scale` moves, and with the noise of f32."""
-
-    def __init__(self, dtype, scale):
-        super().__init__()
-        self.low, self.scale = dtype, scale
-
-    def rounded(self, x, dtype, factor=1):
-        """Rounds to the nearest on a moved grid, except what needs no rounding."""
-        near = lambda x: x.astype(dtype).astype(np.float64)
-        x = np.asarray(x)
-        if x.dtype != np.float64:
-            return x
-        off = near(x * self.scale) / self.scale - x
-        return np.where(near(x) == x, x, x + factor * off)
-
-    def equation(self, eqn, read):
-        name = eqn.primitive.name
-        if name == "reduce_precision" or (name in MATMULS and not asks_f32(eqn)):
-            read = [self.rounded(x, self.low) for x in read]
-            return [self.rounded(x, self.low) for x in super().equation(eqn, read)]
-        outs = super().equation(eqn, read)
-        if name in MOVES or bodies(eqn):
-            return outs
-        return [self.rounded(x, F32, 4) for x in outs]
-
-
 class Bound(NamedTuple):
-    exact: Any  # a tree of arrays of f64
-    within: Any  # for each of them a norm
+    exact: Any  # results: a tree of arrays of f64
+    within: Any  # how far each may be off, by the norm
 
 
-def bounds(func, args, kinds, dtype="bf16", draws=8, factor=6.0):
+def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
     """Returns what `jax.value_and_grad(func, has_aux=True)` may be under `amp`.
 
-    `kinds` says of each leaf of `args`, or array that is closed over, whether it is one of the
-    parameters: `param`, or `data`.
+    `kinds` says of each leaf of `args` whether it is a `param`, or `data`. `codes` are the
+    8-bit numbers that matmuls multiply, if they do.
     """
-    closed = jax.make_jaxpr(func)(*args)
-    tree = jax.tree.structure(jax.eval_shape(func, *args))
+    closed, shapes = jax.make_jaxpr(func, return_shape=True)(*args)
+    tree = jax.tree.structure(shapes)
 
     def rounded(*args):
-        leaves = jax.tree.leaves(args)
-        marker = Marker(LOW[dtype])
-        return tree.unflatten(marker.jaxpr(closed.jaxpr, closed.consts, leaves, kinds)[0])
+        marker, leaves = Marker(LOW[dtype]), jax.tree.leaves(args)
+        found, _ = marker.jaxpr(closed.jaxpr, closed.consts, leaves, kinds)
+        return tree.unflatten(found)
 
     grad = jax.value_and_grad(rounded, has_aux=True)
     program, shapes = jax.make_jaxpr(grad, return_shape=True)(*args)
     leaves = [wide(x) for x in jax.tree.leaves(args)]
-    exact, *drawn = (
-        run.jaxpr(program, leaves)
-        for run in (
-            Exact(),
-            *(Draw(LOW[dtype], 0.5 + (i + 0.5) / draws / 2) for i in range(draws)),
-        )
-    )
-    spreads = [
-        max(np.linalg.norm(x - y) for x in xs)
-        for y, *xs in zip(exact, *drawn, strict=True)
-    ]
-    floors = [1e-6 * np.linalg.norm(x) + 1e-12 for x in exact]
-    within = [factor * x + y for x, y in zip(spreads, floors, strict=True)]
+    exact = Exact().jaxpr(program, leaves)
+    farthest = np.zeros(len(exact))
+    for i in range(draws):
+        scale = 0.5 + (i + 0.5) / draws / 2
+        drawn = Draw(LOW[dtype], scale, codes, i % 3 == 0).jaxpr(program, leaves)
+        pairs = zip(drawn, exact, strict=True)
+        farthest = np.maximum(farthest, [np.linalg.norm(x - y) for x, y in pairs])
+    within = FACTOR * farthest + [1e-6 * np.linalg.norm(x) + 1e-12 for x in exact]
     unflatten = jax.tree.structure(shapes).unflatten
     return Bound(unflatten(exact), unflatten(within))
