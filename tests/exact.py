@@ -3,26 +3,83 @@
 Operations that NumPy has no word for are those of JAX, in f64 as well.
 """
 
+import math
 import string
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 CALLS = {
-    *("scan while cond jit pjit closed_call remat remat2 checkpoint".split()),
-    *("custom_jvp_call custom_vjp_call".split()),
+    *(
+        [
+            "scan",
+            "while",
+            "cond",
+            "jit",
+            "pjit",
+            "closed_call",
+            "remat",
+            "remat2",
+            "checkpoint",
+        ]
+    ),
+    *(["custom_jvp_call", "custom_vjp_call"]),
 }
 MOVES = {
-    *("reshape transpose broadcast_in_dim slice squeeze expand_dims rev neg sign".split()),
-    *("select_n max min clamp pad concatenate copy iota eq name argmax argmin".split()),
-    *("dynamic_slice dynamic_update_slice gather sort reduce_max reduce_min".split()),
-    *("convert_element_type stop_gradient top_k reduce_window_max cummax split".split()),
-    *("optimization_barrier is_finite abs floor round".split()),
+    *(
+        [
+            "reshape",
+            "transpose",
+            "broadcast_in_dim",
+            "slice",
+            "squeeze",
+            "expand_dims",
+            "rev",
+            "neg",
+            "sign",
+        ]
+    ),
+    *(
+        [
+            "select_n",
+            "max",
+            "min",
+            "clamp",
+            "pad",
+            "concatenate",
+            "copy",
+            "iota",
+            "eq",
+            "name",
+            "argmax",
+            "argmin",
+        ]
+    ),
+    *(
+        [
+            "dynamic_slice",
+            "dynamic_update_slice",
+            "gather",
+            "sort",
+            "reduce_max",
+            "reduce_min",
+        ]
+    ),
+    *(
+        [
+            "convert_element_type",
+            "stop_gradient",
+            "top_k",
+            "reduce_window_max",
+            "cummax",
+            "split",
+        ]
+    ),
+    *(["optimization_barrier", "is_finite", "abs", "floor", "round"]),
 }
 
 
@@ -41,7 +98,7 @@ class Exact:
             zip(jaxpr.constvars, map(wide, getattr(closed, "consts", ())), strict=True)
         )
         values |= zip(jaxpr.invars, args, strict=True)
-        look = lambda v: wide(v.val) if isinstance(v, Literal) else values[v]
+        look = lambda v: wide(v.val) if hasattr(v, "val") else values[v]
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, [look(v) for v in eqn.invars])
             values |= zip(eqn.outvars, outs, strict=True)
@@ -87,7 +144,9 @@ class Exact:
             known = "dimension_numbers", "indices_are_sorted", "unique_indices", "mode"
             with jax.enable_x64(True):
                 args = map(jax.numpy.asarray, read)
-                return [np.asarray(SCATTERS[name](*args, **{k: params[k] for k in known}))]
+                return [
+                    np.asarray(SCATTERS[name](*args, **{k: params[k] for k in known}))
+                ]
         # What NumPy has no word for, by JAX in f64.
         change = lambda x: (
             np.dtype(np.float64) if isinstance(x, np.dtype) and x == F32 else x
@@ -142,9 +201,37 @@ class Draw(Exact):
         return [self.rounded(x, F32, 4) for x in outs]
 
 
+def evaluated(program, leaves, dtype, draws, codes=None):
+    """Returns the exact results of a program, and of each how far the farthest draw is."""
+    leaves = [wide(x) for x in leaves]
+    exact = Exact().jaxpr(program, leaves)
+    farthest = np.zeros(len(exact))
+    for i in range(draws):
+        scale = 0.5 + (i + 0.5) / draws / 2
+        drawn = Draw(dtype, scale, codes, i % 3 == 0).jaxpr(program, leaves)
+        pairs = zip(drawn, exact, strict=True)
+        farthest = np.maximum(farthest, [np.linalg.norm(x - y) for x, y in pairs])
+    return exact, farthest
+
+
+def holds(eqn, names):
+    """Returns whether an equation, or one inside it, is one of some operations."""
+    inner = (e for body in bodies(eqn) for e in body.eqns)
+    return eqn.primitive.name in names or any(holds(e, names) for e in inner)
+
+
 def asks_f32(eqn):
+    """Returns whether f32 is asked for."""
     highest = lax.Precision.HIGHEST
     return eqn.params.get("precision") in (highest, (highest, highest))
+
+
+def terms(eqn):
+    """Returns how many terms a matmul sums."""
+    if eqn.primitive.name != "dot_general":
+        return math.inf
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[i] for i in axes)
 
 
 def wide(x):

@@ -236,7 +236,9 @@ def convolution(p, h, batch, rng):
 @layer
 def heads(p, h, batch, rng):
     h = norm(h).reshape(-1, 2, WIDTH // 2)
-    return jnp.einsum("nhd,hde->nhe", h, p("w", 2, WIDTH // 2, WIDTH // 2)).reshape(-1, WIDTH)
+    return jnp.einsum("nhd,hde->nhe", h, p("w", 2, WIDTH // 2, WIDTH // 2)).reshape(
+        -1, WIDTH
+    )
 
 
 @layer
@@ -374,7 +376,9 @@ def custom_jvp(apply, p, h, batch, rng):
     return func(p, h, batch)
 
 
-custom_jvp.plain = lambda apply, p, h, batch, rng: jax.jit(lambda p, h: apply(p, h))(p, h)
+custom_jvp.plain = lambda apply, p, h, batch, rng: jax.jit(lambda p, h: apply(p, h))(
+    p, h
+)
 
 
 @wrapper

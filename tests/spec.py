@@ -1,210 +1,177 @@
-"""What `amp` may compute: a specification that can be run, and shares no code with `mpx`.
+"""What `amp` may compute: a specification that can be run and shares no code with `mpx`.
 
-    1. Matmuls and convolutions multiply numbers of 16 bits, add in f32, and round their result once.
-    2. Every other operation computes in f32, on the numbers and bounds that the program wrote.
-    3. Between operations a value is held in 16 bits only where an array is stored and everything
-       that it is computed from was of 16 bits; it is rounded once, there.
-    4. Every sum, forward or backward, adds in f32.
+1. Matmuls and convolutions multiply numbers of 16 bits, add in f32, and round their result
+   once. Products that reach linear algebra, sums of at most 4 terms, and products of masks
+   are f32.
+2. Every other operation computes in f32, on the numbers and bounds that the program wrote.
+3. Between operations a value is held in 16 bits only where an array is stored and everything
+   that it is computed from was of 16 bits; it is rounded once, there.
+4. Every sum, forward or backward, adds in f32.
 
-`marked` writes a rounding into a traced program wherever sentence 3 allows one; JAX differentiates
-the result, roundings included, as `reduce_precision` rounds its cotangent, too. `Exact` computes
-that program in f64, operation after operation. In a *draw* each rounding moves a number by a random part
-of what 16 bits may lose, equal numbers equally, and each operation by what f32 may lose. A result
-of `amp` may be as far from the exact one as a few times the farthest draw.
+`Marker` writes a rounding into a traced program wherever sentence 3 allows one. JAX
+differentiates the result, and `reduce_precision` rounds its cotangent, too. `exact` computes
+that program in f64, one operation after the other. In a draw matmuls and the marks round to
+grids that are moved from draw to draw, and other operations lose what f32 may lose. A result of
+`amp` may be as far from the exact one as a few times the farthest draw.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
-from exact import F32, MATMULS, Draw, Exact, asks_f32, bodies, wide
+from exact import F32, MATMULS, asks_f32, evaluated, holds, terms
 
-FACTOR = 6.0
-"""How many times as far as the farthest draw a result may be."""
+FACTOR = 3.0  # How many times as far as the farthest draw a result may be
 LOW = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-ALGEBRA = {
-    "cholesky",
-    "triangular_solve",
-    "lu",
-    "qr",
-    "householder_product",
-    "eigh",
-    "svd",
-}
-LOOPS = {"scan", "while"}
-ARITHMETIC = {"add", "sub", "mul", "div", "pow"}
-CHOICES = {"select_n", "max", "min", "clamp", "pad", "concatenate"}
+ALGEBRA = frozenset(["cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"])
+LOOPS = frozenset(("scan", "while"))
+SUMS = frozenset(["reduce_sum", "cumsum", "reduce_window_sum", "scatter-add"])
+CHOICES = frozenset(["select_n", "max", "min", "clamp", "pad", "concatenate"])
+CALLS = frozenset(["jit", "pjit", "remat", "remat2", "checkpoint", "closed_call"])
 
 
-def holds(eqn, names):
-    inner = (e for body in bodies(eqn) for e in body.eqns)
-    return eqn.primitive.name in names or any(holds(e, names) for e in inner)
-
-
-# --- Where 16 bits may round -----------------------------------------------------------
+def variables(atoms):
+    return {v for v in atoms if not hasattr(v, "val")}
 
 
 def stored_in(jaxpr):
     """Returns what outlives its region: what work, results or later regions read.
 
-    The level of an equation counts the borders and stored values behind it.
+    Work is matmuls, and what holds them. The level of an equation counts the borders and
+    stored values behind it; a region has one level.
     """
-    work = [holds(e, MATMULS) for e in jaxpr.eqns]
-    borders = [
-        w or holds(e, LOOPS | ALGEBRA) for e, w in zip(jaxpr.eqns, work, strict=True)
-    ]
-    stored = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    stored |= {
-        v for e, w in zip(jaxpr.eqns, work, strict=True) if w for v in variables(e)
-    }
+    work = [e for e in jaxpr.eqns if holds(e, MATMULS)]
+    stored = variables([*jaxpr.outvars, *(v for e in work for v in e.invars)])
     while True:
         level, later = {}, set()
-        for eqn, border in zip(jaxpr.eqns, borders, strict=True):
-            at = max([level.get(v, 0) for v in variables(eqn)], default=0)
-            later |= {v for v in variables(eqn) if level.get(v, 0) < at} - stored
-            level |= {v: at + (border or v in stored) for v in eqn.outvars}
+        for eqn in jaxpr.eqns:
+            read = variables(eqn.invars)
+            at = max([level.get(v, 0) for v in read], default=0)
+            later |= {v for v in read if level.get(v, 0) < at} - stored
+            is_border = holds(eqn, MATMULS | LOOPS | ALGEBRA)
+            level |= {v: at + (is_border or v in stored) for v in eqn.outvars}
         if not later:
             return stored
         stored |= later
 
 
-def variables(eqn):
-    return [v for v in eqn.invars if not isinstance(v, Literal)]
+def before_algebra(jaxpr):
+    """Returns the results that reach linear algebra, without a matmul between."""
+    wanted = set()
+    for eqn in reversed(jaxpr.eqns):
+        reaches = not wanted.isdisjoint(eqn.outvars) and not holds(eqn, MATMULS)
+        if reaches or holds(eqn, ALGEBRA):
+            wanted |= variables(eqn.invars)
+    return wanted
 
 
-def reaching(jaxpr, names):
-    """Returns the equations whose results reach such operations, without a matmul between."""
-    wanted, found = set(), set()
-    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        reaches = not wanted.isdisjoint(eqn.outvars)
-        if reaches:
-            found.add(i)
-        if holds(eqn, names) or (reaches and not holds(eqn, MATMULS)):
-            wanted |= set(variables(eqn))
-    return found
-
-
-def kind_of(name, kinds):
-    """Returns what results are made of; `odd` numbers are none of 16 bits.
-
-    A number that is chosen must stay what is written, so an odd one makes its result `data`.
-    """
-    if "odd" in kinds and name in CHOICES and "low" in kinds:
+def kind_after(eqn, kinds):
+    """Returns the kind of the results of an equation that is no call."""
+    name = eqn.primitive.name
+    if name in LOOPS | ALGEBRA:
         return "data"
-    order = "data", "low", "param", "odd", "const"
-    return next(kind for kind in order if kind in (*kinds, "const"))
+    if name in SUMS or name == "iota":
+        return "odd"
+    if name in CHOICES and {"odd", "low"} <= {*kinds}:
+        return "data"  # since an odd number that is chosen must stay what it is
+    return widest(kinds)
+
+
+def widest(kinds):
+    return next(
+        x for x in ("data", "low", "param", "odd", "const") if x in {*kinds, "const"}
+    )
 
 
 class Marker:
-    """Writes the roundings into a program."""
+    """Writes the roundings into a program.
+
+    The kind of an array says what it is computed from: `low`, numbers of 16 bits; `data`,
+    others that must stay what they are; or what follows the others: a `param`, or constants
+    and sums, which are `odd` unless 16 bits hold them, and else `const`.
+    """
 
     def __init__(self, dtype, has_rules=False):
         self.dtype, self.has_rules = dtype, has_rules
 
-    def literal(self, value):
-        array = np.asarray(value, np.float64)
-        exact = np.all(array.astype(self.dtype).astype(np.float64) == array)
-        return "const" if exact else "odd"
+    def literal(self, v):
+        number = np.asarray(v.val, np.float64)
+        is_held = np.all(number.astype(self.dtype) == number)
+        return jnp.asarray(v.val, v.aval.dtype), "const" if is_held else "odd"
 
-    def jaxpr(self, jaxpr, consts, args, kinds):
-        """Returns results and their kinds: `data`, `low`, `param`, `odd` or `const`."""
-        stored, algebra = stored_in(jaxpr), reaching(jaxpr, ALGEBRA)
-        values = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
-        )
-        made = dict.fromkeys(jaxpr.constvars, "data") | dict(
-            zip(jaxpr.invars, kinds, strict=True)
-        )
+    def run(self, jaxpr, args, kinds, consts=()):
+        """Returns results and their kinds."""
+        if hasattr(jaxpr, "jaxpr"):
+            jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+        stored, solved = stored_in(jaxpr), before_algebra(jaxpr)
+        kinds = [*["data"] * len(consts), *kinds]
+        values = zip([*consts, *args], kinds, strict=True)
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def look(v):
-            literal = isinstance(v, Literal)
-            return (v.val, self.literal(v.val)) if literal else (values[v], made[v])
+            return self.literal(v) if hasattr(v, "val") else known[v]
 
-        for i, eqn in enumerate(jaxpr.eqns):
+        for eqn in jaxpr.eqns:
             pairs = [look(v) for v in eqn.invars]
             read, kinds = [x for x, _ in pairs], [kind for _, kind in pairs]
-            outs, kinds = self.equation(eqn, read, kinds, i in algebra)
+            outs, kinds = self.equation(eqn, read, kinds, solved)
             for v, out, kind in zip(eqn.outvars, outs, kinds, strict=True):
-                is_float = getattr(v.aval, "dtype", None) == F32
-                is_rounded = is_float and kind == "low" and v in stored
-                values[v] = lax.reduce_precision(out, 8, 7) if is_rounded else out
-                made[v] = kind if is_float else "const"
-        pairs = [look(v) for v in jaxpr.outvars]
-        return [x for x, _ in pairs], [kind for _, kind in pairs]
+                if v.aval.dtype != F32:
+                    kind = "const"
+                elif kind == "low" and v in stored:
+                    out = lax.reduce_precision(out, 8, 7)
+                known[v] = out, kind
+        outs = [look(v) for v in jaxpr.outvars]
+        return [x for x, _ in outs], [kind for _, kind in outs]
 
-    def equation(self, eqn, read, kinds, is_algebra):
+    def equation(self, eqn, read, kinds, solved):
         name, params = eqn.primitive.name, eqn.params
         if name in MATMULS:
-            # The products of a rule for derivatives are decided about one by one.
-            is_low = self.has_rules or not (is_algebra or stays_f32(eqn))
-            if not is_low and "precision" in params:
+            is_f32 = asks_f32(eqn) or terms(eqn) <= 4 or eqn.outvars[0] in solved
+            is_f32 |= {"const", "odd"} >= {*kinds}
+            # Matmuls in a derivative rule are other equations, and decided about by themselves.
+            if is_f32 and not self.has_rules:
                 params = params | {"precision": (lax.Precision.HIGHEST,) * 2}
-            return [eqn.primitive.bind(*read, **params)], ["low" if is_low else "data"]
-        if name in ("jit", "pjit", "remat2", "checkpoint", "closed_call", "remat"):
-            inner = params["jaxpr"]
+            return [eqn.primitive.bind(*read, **params)], ["data" if is_f32 else "low"]
+        if name in CALLS:
             has_rules = self.has_rules or params.get("name") == "own_rule"
-            return Marker(self.dtype, has_rules).jaxpr(
-                getattr(inner, "jaxpr", inner),
-                getattr(inner, "consts", ()),
-                read,
-                kinds,
-            )
+            return Marker(self.dtype, has_rules).run(params["jaxpr"], read, kinds)
         if name == "scan":
             return self.scan(params, read, kinds)
         if name == "cond":
             found = []
 
             def branch(body, *args):
-                outs, made = self.jaxpr(body.jaxpr, body.consts, args, kinds[1:])
-                found.append(made)
+                outs, after = self.run(body, args, kinds[1:])
+                found.append(after)
                 return outs
 
             branches = [functools.partial(branch, body) for body in params["branches"]]
             outs = lax.switch(read[0], branches, *read[1:])
-            return outs, [kind_of("", pair) for pair in zip(*found, strict=True)]
+            return outs, [widest(pair) for pair in zip(*found, strict=True)]
         outs = eqn.primitive.bind(*read, **eqn.primitive.get_bind_params(params))
         outs = outs if eqn.primitive.multiple_results else [outs]
-        kind = "low" if holds(eqn, MATMULS) else kind_of(name, kinds)
-        if name in LOOPS | ALGEBRA or name == "iota":
-            kind = "odd" if name == "iota" else "data"
+        kind = "low" if holds(eqn, MATMULS) else kind_after(eqn, kinds)
         return outs, [kind] * len(outs)
 
     def scan(self, params, read, kinds):
-        body, (n, m) = params["jaxpr"], (params["num_consts"], params["num_carry"])
+        """A carry is f32, as it may be a sum."""
+        n, m = params["num_consts"], params["num_carry"]
         kinds = [*kinds[:n], *["data"] * m, *kinds[n + m :]]
-        found = []
+        after = []
 
         def step(carry, xs):
-            outs, made = self.jaxpr(
-                body.jaxpr, body.consts, [*read[:n], *carry, *xs], kinds
-            )
-            found[:] = [["data"] * m + made[m:]]
+            outs, after[:] = self.run(params["jaxpr"], [*read[:n], *carry, *xs], kinds)
             return outs[:m], outs[m:]
 
-        like = [v.aval.dtype for v in body.jaxpr.invars[n : n + m]]
-        init = [
-            jax.numpy.asarray(x, t) for x, t in zip(read[n : n + m], like, strict=True)
-        ]
         options = {key: params[key] for key in ("length", "reverse")}
-        carry, ys = lax.scan(step, init, read[n + m :], **options)
-        return [*carry, *ys], found[0]
-
-
-def stays_f32(eqn):
-    """Returns whether a product is one of f32: as asked for, or with a sum of few terms."""
-    if eqn.primitive.name != "dot_general":
-        return asks_f32(eqn)
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    return asks_f32(eqn) or math.prod(eqn.invars[0].aval.shape[i] for i in axes) <= 4
-
-
-# --- Bounds ----------------------------------------------------------------------------
+        carry, ys = lax.scan(step, [*read[n : n + m]], [*read[n + m :]], **options)
+        return [*carry, *ys], [*["data"] * m, *after[m:]]
 
 
 class Bound(NamedTuple):
@@ -222,20 +189,14 @@ def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
     tree = jax.tree.structure(shapes)
 
     def rounded(*args):
-        marker, leaves = Marker(LOW[dtype]), jax.tree.leaves(args)
-        found, _ = marker.jaxpr(closed.jaxpr, closed.consts, leaves, kinds)
-        return tree.unflatten(found)
+        outs, _ = Marker(LOW[dtype]).run(closed, jax.tree.leaves(args), kinds)
+        return tree.unflatten(outs)
 
     grad = jax.value_and_grad(rounded, has_aux=True)
     program, shapes = jax.make_jaxpr(grad, return_shape=True)(*args)
-    leaves = [wide(x) for x in jax.tree.leaves(args)]
-    exact = Exact().jaxpr(program, leaves)
-    farthest = np.zeros(len(exact))
-    for i in range(draws):
-        scale = 0.5 + (i + 0.5) / draws / 2
-        drawn = Draw(LOW[dtype], scale, codes, i % 3 == 0).jaxpr(program, leaves)
-        pairs = zip(drawn, exact, strict=True)
-        farthest = np.maximum(farthest, [np.linalg.norm(x - y) for x, y in pairs])
-    within = FACTOR * farthest + [1e-6 * np.linalg.norm(x) + 1e-12 for x in exact]
+    leaves = jax.tree.leaves(args)
+    exact, farthest = evaluated(program, leaves, LOW[dtype], draws, codes)
+    sizes = np.array([np.linalg.norm(x) for x in exact])
+    within = FACTOR * farthest + 1e-6 * sizes + 1e-12
     unflatten = jax.tree.structure(shapes).unflatten
     return Bound(unflatten(exact), unflatten(within))
