@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import tree_leaves_with_path
 
 ROWS, WIDTH = 16, 16
 
@@ -31,6 +32,8 @@ class Program(NamedTuple):
     head: str
     holder: str  # what holds the parameters
     shards: int  # devices that share the rows
+    is_low: bool  # whether parameters are of 16 bits
+    kept: int | None  # a parameter that `keep=` names
     seed: int
 
 
@@ -429,6 +432,8 @@ def draw(seed):
         rng.choice([*HEADS]),
         rng.choice(["dict", "module", "partial", "leaves"]),
         rng.choice([0] * 9 + [2]),
+        rng.random() < 0.1,
+        rng.choice([None] * 7 + [rng.randrange(100)]),
         seed,
     )
 
@@ -448,7 +453,13 @@ def smaller(program):
     """Yields programs with one node less, or without a wrapper."""
     for nodes in _smaller(program.nodes):
         yield program._replace(nodes=nodes)
-    for change in ({"shards": 0}, {"holder": "dict"}, {"head": "plain"}):
+    for change in (
+        {"shards": 0},
+        {"holder": "dict"},
+        {"head": "plain"},
+        {"is_low": False},
+        {"kept": None},
+    ):
         if program._replace(**change) != program:
             yield program._replace(**change)
 
@@ -517,6 +528,7 @@ class Case(NamedTuple):
     func: Any  # of `args`: the loss and the last activations
     args: tuple[Any, Any]  # what is differentiated, and the batch
     plain: Any  # the same without devices and derivatives of its own, for the specification
+    kept: str | None  # the end of the name of a parameter that stays in f32
 
 
 def build(program):
@@ -560,17 +572,34 @@ def build(program):
         specs = {"in_specs": (P(), P("x")), "out_specs": (P(), P("x"))}
         return jax.shard_map(part, mesh=mesh, check_vma=False, **specs)(params, batch)
 
+    names = [
+        "/".join(key.key for key in path) for path, _ in tree_leaves_with_path(params)
+    ]
+    has_names = program.holder in ("dict", "module") and names
+    is_kept = program.kept is not None and has_names
+    if program.is_low:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     leaves, tree = jax.tree.flatten(params)
-    of_leaves = lambda func: lambda leaves, batch: func(tree.unflatten(leaves), batch)
-    of_module = lambda func: lambda module, batch: func(module.params, batch)
-    of_x = lambda func: functools.partial(
-        lambda params, x, batch: func(params, batch._replace(x=x)), params
-    )
     wrap, first = {
         "dict": (lambda func: func, params),
-        "module": (of_module, Held(params)),
-        "leaves": (of_leaves, leaves),
-        "partial": (of_x, batch.x),
+        "module": (
+            lambda func: lambda module, batch: func(module.params, batch),
+            Held(params),
+        ),
+        "leaves": (
+            lambda func: lambda leaves, batch: func(tree.unflatten(leaves), batch),
+            leaves,
+        ),
+        "partial": (
+            lambda func: functools.partial(
+                lambda params, x, batch: func(params, batch._replace(x=x)), params
+            ),
+            batch.x,
+        ),
     }[program.holder]
-    func = on_devices if program.shards else loss
-    return Case(wrap(func), (first, batch), wrap(plain))
+    return Case(
+        wrap(on_devices if program.shards else loss),
+        (first, batch),
+        wrap(plain),
+        names[program.kept % len(names)] if is_kept else None,
+    )

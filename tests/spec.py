@@ -28,6 +28,7 @@ from exact import F32, MATMULS, asks_f32, evaluated, holds, terms
 
 FACTOR = 3.0  # How many times as far as the farthest draw a result may be
 LOW = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+WRITTEN = frozenset(LOW.values())
 ALGEBRA = frozenset(["cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"])
 LOOPS = frozenset(("scan", "while"))
 SUMS = frozenset(["reduce_sum", "cumsum", "reduce_window_sum", "scatter-add"])
@@ -84,7 +85,9 @@ def kind_after(eqn, kinds):
 
 def widest(kinds):
     return next(
-        x for x in ("data", "low", "param", "odd", "const") if x in {*kinds, "const"}
+        x
+        for x in ("data", "low", "kept", "param", "odd", "const")
+        if x in {*kinds, "const"}
     )
 
 
@@ -92,7 +95,7 @@ class Marker:
     """Writes the roundings into a program.
 
     The kind of an array says what it is computed from: `low`, numbers of 16 bits; `data`,
-    others that must stay what they are; or what follows the others: a `param`, or constants
+    others that must stay what they are; or what follows the others: parameters, constants
     and sums, which are `odd` unless 16 bits hold them, and else `const`.
     """
 
@@ -122,7 +125,7 @@ class Marker:
             outs, kinds = self.equation(eqn, read, kinds, solved)
             for v, out, kind in zip(eqn.outvars, outs, kinds, strict=True):
                 if v.aval.dtype != F32:
-                    kind = "const"
+                    kind = "low" if v.aval.dtype in WRITTEN else "const"
                 elif kind == "low" and v in stored:
                     out = lax.reduce_precision(out, 8, 7)
                 known[v] = out, kind
@@ -133,7 +136,7 @@ class Marker:
         name, params = eqn.primitive.name, eqn.params
         if name in MATMULS:
             is_f32 = asks_f32(eqn) or terms(eqn) <= 4 or eqn.outvars[0] in solved
-            is_f32 |= {"const", "odd"} >= {*kinds}
+            is_f32 |= {"const", "odd"} >= {*kinds} or "kept" in kinds
             # Matmuls in a derivative rule are other equations, and decided about by themselves.
             if is_f32 and not self.has_rules:
                 params = params | {"precision": (lax.Precision.HIGHEST,) * 2}
@@ -162,7 +165,8 @@ class Marker:
     def scan(self, params, read, kinds):
         """A carry is f32, as it may be a sum."""
         n, m = params["num_consts"], params["num_carry"]
-        kinds = [*kinds[:n], *["data"] * m, *kinds[n + m :]]
+        carried = [x if x == "kept" else "data" for x in kinds[n : n + m]]
+        kinds = [*kinds[:n], *carried, *kinds[n + m :]]
         after = []
 
         def step(carry, xs):
@@ -171,7 +175,7 @@ class Marker:
 
         options = {key: params[key] for key in ("length", "reverse")}
         carry, ys = lax.scan(step, [*read[n : n + m]], [*read[n + m :]], **options)
-        return [*carry, *ys], [*["data"] * m, *after[m:]]
+        return [*carry, *ys], [*carried, *after[m:]]
 
 
 class Bound(NamedTuple):
@@ -182,8 +186,8 @@ class Bound(NamedTuple):
 def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
     """Returns what `jax.value_and_grad(func, has_aux=True)` may be under `amp`.
 
-    `kinds` says of each leaf of `args` whether it is a `param`, or `data`. `codes` are the
-    8-bit numbers that matmuls multiply, if they do.
+    `kinds` says of each leaf of `args` whether it is `data`, a `param`, or one that is `kept`.
+    `codes` are the 8-bit numbers that matmuls multiply, if they do.
     """
     closed, shapes = jax.make_jaxpr(func, return_shape=True)(*args)
     tree = jax.tree.structure(shapes)
