@@ -387,12 +387,12 @@ custom_jvp.plain = lambda apply, p, h, batch, rng: jax.jit(lambda p, h: apply(p,
 @wrapper
 def while_(apply, p, h, batch, rng):
     """A loop that has no gradient."""
-    inner = jax.tree.map(lax.stop_gradient, (p, h))
+    p, first, batch = jax.tree.map(lax.stop_gradient, (p, h, batch))
 
     def step(carry):
-        return carry[0] + 1, norm(apply(inner[0], carry[1]))
+        return carry[0] + 1, norm(apply(p, carry[1], batch))
 
-    return h + lax.while_loop(lambda carry: carry[0] < 2, step, (0, inner[1]))[1]
+    return h + lax.while_loop(lambda carry: carry[0] < 2, step, (0, first))[1]
 
 
 # --- Heads: (p, h, batch) -> loss -------------------------------------------------------

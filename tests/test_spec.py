@@ -23,23 +23,21 @@ import exact
 import mpx
 import programs
 import spec
-from mpx.recipes import MXFP8, NVFP4, CurrentScaling
+from mpx.recipes import MXFP8, CurrentScaling
 
-PROGRAMS, FEW, PARTS = 200, 6, 20
+PROGRAMS, FEW, PARTS = 120, 3, 20
 DRAWS = 6
 RECIPES = {
     "current": "current",
     "row": CurrentScaling(granularity="row"),
     "mx": MXFP8(emulate=True),
     "int8": "int8",
-    "fp4": NVFP4(emulate=True),
 }
 # The numbers that matmuls multiply, whose names are those of `exact.Draw`.
 EIGHT_BITS = {
     "residuals": "int8",
     **dict.fromkeys(RECIPES, "fp8"),
     "int8": "int8",
-    "fp4": "fp4",
 }
 # What `amp` does not do, and says so.
 REFUSED = (
@@ -69,7 +67,7 @@ def is_low(x):
     return x.dtype == jax.numpy.bfloat16
 
 
-def far(actual, bound):
+def far(actual, bound, has_low):
     """Returns which results are out of bounds, and how far."""
     paths = jax.tree_util.tree_leaves_with_path(bound.exact)
     found = []
@@ -77,7 +75,7 @@ def far(actual, bound):
         paths, jax.tree.leaves(actual), jax.tree.leaves(bound.within), strict=True
     ):
         off = float(np.linalg.norm(np.asarray(x, np.float64) - wanted))
-        if is_low(x):  # the gradient of a parameter of 16 bits is rounded
+        if has_low:  # the gradient of a parameter of 16 bits is rounded
             within += 2.0**-8 * np.linalg.norm(wanted)
         if not off <= within:
             name, size = jax.tree_util.keystr(path), np.linalg.norm(wanted)
@@ -113,13 +111,17 @@ def check(program, wrap="bf16"):
     # Few draws may miss a step that is nearly met, as that of relu.
     for draws in (DRAWS, 16 * DRAWS):
         bound = spec.bounds(case.plain, args, kinds, dtype, draws, codes)
-        found = [f"{way}: {x}" for way, y in results.items() for x in far(y, bound)]
+        found = [
+            f"{way}: {x}"
+            for way, y in results.items()
+            for x in far(y, bound, program.is_low)
+        ]
         if not found:
             break
     if wrap == "residuals":  # codes change gradients only
         plain = spec.bounds(case.plain, args, kinds, dtype, draws)
         bound = spec.Bound(plain.exact[0], plain.within[0])
-        found += [f"values: {x}" for x in far(results["jitted"][0], bound)]
+        found += [f"values: {x}" for x in far(results["jitted"][0], bound, False)]
     if wrap == "bf16" and program.seed % 10 == 3:
         found += not_reported(program, case, keep)
     return found
@@ -198,7 +200,7 @@ def shrunk(program, wrap, kind):
 
 def test_the_specification_of_f32_is_what_jax_computes():
     for seed in range(20):
-        program = programs.draw(seed)._replace(shards=0)
+        program = programs.draw(seed)._replace(shards=0, is_low=False)
         if "written" in str(program):  # casts to 16 bits by itself
             continue
         case = programs.build(program)
