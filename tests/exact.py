@@ -98,7 +98,10 @@ class Exact:
             zip(jaxpr.constvars, map(wide, getattr(closed, "consts", ())), strict=True)
         )
         values |= zip(jaxpr.invars, args, strict=True)
-        look = lambda v: wide(v.val) if hasattr(v, "val") else values[v]
+
+        def look(v):
+            return wide(v.val) if hasattr(v, "val") else values[v]
+
         for eqn in jaxpr.eqns:
             outs = self.equation(eqn, [look(v) for v in eqn.invars])
             values |= zip(eqn.outvars, outs, strict=True)
@@ -148,12 +151,12 @@ class Exact:
                     np.asarray(SCATTERS[name](*args, **{k: params[k] for k in known}))
                 ]
         # What NumPy has no word for, by JAX in f64.
-        change = lambda x: (
-            np.dtype(np.float64) if isinstance(x, np.dtype) and x == F32 else x
-        )
         with jax.enable_x64(True):
+            is_f32 = {
+                key: isinstance(x, np.dtype) and x == F32 for key, x in params.items()
+            }
+            params = {key: F64 if is_f32[key] else x for key, x in params.items()}
             params = eqn.primitive.get_bind_params(params)
-            params = {key: change(x) for key, x in params.items()}
             outs = eqn.primitive.bind(*map(jax.numpy.asarray, read), **params)
             return [
                 np.asarray(x)
@@ -172,7 +175,10 @@ class Draw(Exact):
 
         Equal numbers are rounded equally, as those of a broadcast are.
         """
-        near = lambda x: x.astype(dtype).astype(F64)
+
+        def near(x):
+            return x.astype(dtype).astype(F64)
+
         x = np.asarray(x)
         if x.dtype != F64:
             return x

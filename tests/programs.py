@@ -112,8 +112,16 @@ def mlp(p, h, batch, rng):
 def chain(p, h, batch, rng):
     for _ in range(rng.randint(1, 4)):
         h = rng.choice(
-            [jnp.tanh, jnp.sin, jax.nn.silu, lambda h: h * 0.7 + 0.3, lambda h: 1.1 - h]
-            + [lambda h: jnp.maximum(h, 0.1), lambda h: h * p("g", 1, WIDTH), abs]
+            [
+                jnp.tanh,
+                jnp.sin,
+                jax.nn.silu,
+                lambda h: h * 0.7 + 0.3,
+                lambda h: 1.1 - h,
+                lambda h: jnp.maximum(h, 0.1),
+                lambda h: h * p("g", 1, WIDTH),
+                abs,
+            ]
         )(h)
     return h
 
@@ -505,9 +513,10 @@ def apply(nodes, held, h, batch, rng=None, is_plain=False):
                 Params(held[name], rng), h, first(batch, len(h)), choose
             )
             continue
-        run = lambda p, h, batch=batch, node=node: apply(
-            node.inside, p, h, batch, None, is_plain
-        )
+
+        def run(p, h, batch=batch, node=node):
+            return apply(node.inside, p, h, batch, None, is_plain)
+
         if rng is not None:
             stacks = getattr(WRAPPERS[node.kind], "stacks", 1)
             drawn = [{} for _ in range(stacks)]
@@ -534,7 +543,10 @@ class Case(NamedTuple):
 def build(program):
     """Returns a function and its arguments."""
     rng = np.random.default_rng(program.seed)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
     ids = rng.integers(0, WIDTH, ROWS).astype(np.int32)
     mask = (rng.random((ROWS, ROWS)) < 0.9).astype(np.float32)
     batch = Batch(normal(ROWS, WIDTH), normal(ROWS, WIDTH), ids, mask)
@@ -551,12 +563,11 @@ def build(program):
         return HEADS[program.head](Params(params["head"]), h, batch), h
 
     def plain(params, batch):
-        parts = [
-            jax.tree.map(lambda x: jnp.split(x, program.shards)[i], batch)
-            for i in range(program.shards)
-        ]
+        leaves, tree = jax.tree.flatten(batch)
+        split = [jnp.split(x, program.shards or 1) for x in leaves]
+        parts = [tree.unflatten(part) for part in zip(*split, strict=True)]
         one = jax.jit(lambda part: loss(params, part, True))
-        if not parts:
+        if not program.shards:
             return loss(params, batch, True)
         pairs = [one(part) for part in parts]
         losses, hs = zip(*pairs, strict=True)
@@ -577,7 +588,7 @@ def build(program):
     ]
     has_names = program.holder in ("dict", "module") and names
     is_kept = program.kept is not None and has_names
-    if program.is_low:
+    if program.is_low and program.holder != "partial":
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     leaves, tree = jax.tree.flatten(params)
     wrap, first = {
