@@ -5,6 +5,7 @@ Operations that NumPy has no word for are those of JAX, in f64 as well.
 
 import math
 import string
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
@@ -224,6 +225,25 @@ def holds(eqn, names):
     """Returns whether an equation, or one inside it, is one of some operations."""
     inner = (e for body in bodies(eqn) for e in body.eqns)
     return eqn.primitive.name in names or any(holds(e, names) for e in inner)
+
+
+class Bound(NamedTuple):
+    exact: Any  # results: a tree of arrays of f64
+    within: Any  # how far each may be off, by the norm
+
+
+def variables(atoms):
+    """Returns the variables among what an equation reads."""
+    return {v for v in atoms if not hasattr(v, "val")}
+
+
+@jax.custom_vjp
+def stored_back(x):
+    """Rounds the cotangent of a layer with a bias: it is stored, and read by two gradients."""
+    return x
+
+
+stored_back.defvjp(lambda x: (x, None), lambda _, g: (lax.reduce_precision(g, 8, 7),))
 
 
 def asks_f32(eqn):

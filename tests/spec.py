@@ -16,7 +16,6 @@ grids that are moved from draw to draw, and other operations lose what f32 may l
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,17 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from exact import F32, MATMULS, asks_f32, evaluated, holds, terms
+from exact import (
+    F32,
+    MATMULS,
+    Bound,
+    asks_f32,
+    evaluated,
+    holds,
+    stored_back,
+    terms,
+    variables,
+)
 
 FACTOR = 3.0  # How many times as far as the farthest draw a result may be
 LOW = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
@@ -34,10 +43,6 @@ LOOPS = frozenset(("scan", "while"))
 SUMS = frozenset(["reduce_sum", "cumsum", "reduce_window_sum", "scatter-add"])
 CHOICES = frozenset(["select_n", "max", "min", "clamp", "pad", "concatenate"])
 CALLS = frozenset(["jit", "pjit", "remat", "remat2", "checkpoint", "closed_call"])
-
-
-def variables(atoms):
-    return {v for v in atoms if not hasattr(v, "val")}
 
 
 def stored_in(jaxpr):
@@ -89,15 +94,6 @@ def widest(kinds):
         for x in ("data", "low", "kept", "param", "odd", "const")
         if x in {*kinds, "const"}
     )
-
-
-@jax.custom_vjp
-def stored_back(x):
-    """Rounds the cotangent of a layer with a bias: it is stored, and read by two gradients."""
-    return x
-
-
-stored_back.defvjp(lambda x: (x, None), lambda _, g: (lax.reduce_precision(g, 8, 7),))
 
 
 class Marker:
@@ -189,14 +185,10 @@ class Marker:
         return [*carry, *ys], [*carried, *after[m:]]
 
 
-class Bound(NamedTuple):
-    exact: Any  # results: a tree of arrays of f64
-    within: Any  # how far each may be off, by the norm
-
-
 def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
     """Returns what `jax.value_and_grad(func, has_aux=True)` may be under `amp`.
 
+    It is a tree of exact results, and one of how far each may be off, by the norm.
     `kinds` says of each leaf of `args` whether it is `data`, a `param`, or one that is `kept`.
     `codes` are the 8-bit numbers that matmuls multiply, if they do.
     """

@@ -120,7 +120,7 @@ def check(program, wrap="bf16"):
             break
     if wrap == "residuals":  # codes change gradients only
         plain = spec.bounds(case.plain, args, kinds, dtype, draws)
-        bound = spec.Bound(plain.exact[0], plain.within[0])
+        bound = exact.Bound(plain.exact[0], plain.within[0])
         found += [f"values: {x}" for x in far(results["jitted"][0], bound, False)]
     if wrap == "bf16" and program.seed % 10 == 3:
         found += not_reported(program, case, keep)
