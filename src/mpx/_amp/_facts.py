@@ -371,7 +371,7 @@ class Settings(Transformation):
         return closed_over(value)
 
     def literal_fact(self, atom: Any) -> Source:
-        if not is_eligible(atom.aval):
+        if not (is_eligible(atom.aval) or _is_whole(atom.aval)):
             return CONSTANT
         number, form = float(atom.val), FORMATS[short_name(self.dtype)]
         if not np.isfinite(number) or number == 0:

@@ -56,24 +56,25 @@ def facts_after(
 def _held_after(
     amp: Settings, eqn: Equation, facts: Sequence[Source], rule: Rule | None
 ) -> Held:
-    name = eqn.primitive.name
+    name, literal = eqn.primitive.name, facts[0].literal if facts else None
     if name == "convert_element_type" and not is_eligible(eqn.invars[0].aval):
-        return Held.FREE if facts[0].literal is not None else Held.WIDE
+        return Held.FREE if literal is not None else Held.WIDE
     pairs = zip(eqn.invars, facts, strict=True)
-    found = max((x.held for var, x in pairs if is_eligible(var.aval)), default=None)
-    if found is None or found == Held.WIDE:
-        return Held.WIDE
+    known = [x for var, x in pairs if is_eligible(var.aval)]
+    found = max((x.held for x in known), default=Held.WIDE)
     rule = rule or table_rule(amp, eqn)
+    if name == "convert_element_type":
+        return found  # It only drops a weak type.
+    if found == Held.WIDE or (rule == Rule.ORIGINAL and name not in _SUMS):
+        return Held.WIDE
     if name in _SUMS:
         return Held.FREE
-    if rule == Rule.ORIGINAL:
-        return Held.WIDE
     if name in _BOUNDED:
         return min(found, Held.LOW)
     # The result of an exponential may leave the range of f16.
     is_far = rule == Rule.F32 and amp.dtype == np.float16
     # A bound, as 0.999 of a clip: 16 bits would make another one.
-    is_cut = name not in _NEW and "rounded" in [x.literal for x in facts]
+    is_cut = name not in _NEW and "rounded" in [x.literal for x in known]
     return Held.RANGE if found and (is_far or is_cut) else found
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
@@ -96,10 +97,27 @@ def again(
     return call(low, wide)
 
 
-def _held_as(low: Any, wide: Any) -> Any:
+def _held_as(low: Any, wide: Any, is_exact: bool) -> Any:
     if low is None:
         return wide
-    return cast(low, F32) if wide is None else _derived(low, wide)
+    x = cast(low, F32) if wide is None else _derived(low, wide)
+    return _rounded(x, low.dtype) if is_exact else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rounded(x: Any, dtype: Any) -> Any:
+    """Returns f32 numbers that 16 bits hold, and makes XLA round them.
+
+    In the forward pass it leaves the rounding out, and sums of exponentials that are kept for
+    the backward pass would be those of other numbers than the array that is read there.
+    """
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+@_rounded.defjvp
+def _(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return _rounded(primals[0], dtype), tangents[0]
 
 
 @jax.custom_jvp
@@ -117,12 +135,20 @@ class Region:
     """What a region computes."""
 
     def __init__(
-        self, run: Callable[..., Values], keeps: Callable[..., bool] | None
+        self,
+        run: Callable[..., Values],
+        keeps: Callable[..., bool] | None,
+        is_exact: bool = False,
     ) -> None:
-        """Takes which results are kept for the backward pass; `None` if it is linear."""
+        """Takes which results are kept for the backward pass; `None` if it is linear.
+
+        `is_exact` says that XLA may not leave out the rounding of what it reads.
+        """
         self.run, self.keeps = run, keeps
         # One object for regions that are alike: JAX traces it once.
-        self.on_stored = lambda low, wide: run(*map(_held_as, low, wide))
+        self.on_stored = lambda low, wide: run(
+            *[_held_as(x, y, is_exact) for x, y in zip(low, wide, strict=True)]
+        )
 
 
 class Part(NamedTuple):
@@ -383,7 +409,10 @@ def _make(
     if has_codes or all(_is_linear(x, _LINEAR) for x in steps):
         return Region(compute, None)
     is_piecewise = all(_is_linear(x, _PIECEWISE) for x in steps)
-    return Region(compute, _keeps_steps if is_piecewise else _keeps)
+    is_exact = any(
+        _keeps(x.primitive, *[y.aval for y in x.invars], **x.params) for x in steps
+    )
+    return Region(compute, _keeps_steps if is_piecewise else _keeps, is_exact)
 
 
 def _is_linear(eqn: Equation, known: frozenset[str]) -> bool:

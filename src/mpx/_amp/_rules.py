@@ -79,6 +79,8 @@ follow | inside | bounded and rounded once; a small distance from 1 is lost
 follow | inside | moves numbers without changing them
   reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze
   expand_dims split unstack tile copy copy_p argmax argmin stop_gradient
+original | inside | works on integers and booleans
+  iota and or not xor shift_left shift_right_logical shift_right_arithmetic
 follow | stored | moves numbers without changing them
   reduce_window_max reduce_window_min name sharding_constraint reshard
   layout_constraint mesh_cast optimization_barrier device_put

@@ -384,9 +384,9 @@ class UlpFraction:
     bf16 and 16 for f16, twice that just below a power of two, and twice that again if
     dithered. With 16 bits it is 1 f32 ulp for bf16, 2 if dithered, and 0 for f16. Below
     2⁻¹¹⁰ (8 bits) or 2⁻¹⁰³ (16 bits) a bf16 correction may be lost, and a weight beyond the
-    range of f16 becomes inf. Encoding a decoded weight changes nothing, except that one half-way below a
-    power of two may move by the bound, once. Dithered, f16 with 8 bits follows updates to
-    half an f32 ulp per step.
+    range of f16 becomes inf. Encoding a decoded weight changes nothing, except that one
+    half-way below a power of two may move by the bound, once. Dithered, f16 with 8 bits
+    follows updates to half an f32 ulp per step.
     """
 
     dtype: np.dtype = _INT8
