@@ -932,14 +932,6 @@ BREAKS = [
         "int8",
     ),
     Break(
-        "the result of any operation is coded",
-        "_amp",
-        "is_listed = not name or name in _CODED or name in _AGAIN",
-        "is_listed = True",
-        "amp_residual_readers",
-        "maximum",
-    ),
-    Break(
         "a difference is computed from codes of its terms",
         "_amp",
         'is_sum = _BEARS.get(name) == "sums" and not _is_safe(eqn, reads)',

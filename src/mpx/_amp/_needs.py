@@ -520,14 +520,12 @@ def _is_row(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
 
 def _keeps_rows(eqn: Equation, position: int) -> bool:
     """Returns whether blocks of an operand's rows are within rows of the result."""
-    name, (old, new) = (
-        eqn.primitive.name,
-        [getattr(x.aval, "shape", ()) for x in (eqn.invars[position], eqn.outvars[0])],
-    )
+    name, atoms = eqn.primitive.name, (eqn.invars[position], eqn.outvars[0])
+    old, new = (tuple[int, ...](getattr(x.aval, "shape", ())) for x in atoms)
     if name == "transpose":
         return eqn.params["permutation"][-1] == len(old) - 1
     if name in ("reshape", "squeeze", "expand_dims"):
-        return all(shape[-1:] and shape[-1] % BLOCK == 0 for shape in (old, new))
+        return all(x and x[-1] % BLOCK == 0 for x in (old, new))
     return (
         name in _REDUCTIONS or name == "broadcast_in_dim" or len(old) in (0, len(new))
     )
