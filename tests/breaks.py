@@ -950,8 +950,8 @@ BREAKS = [
     Break(
         "a bound that is written is rounded",
         "_amp",
-        '"rounded" in [x.literal for x in facts]',
-        "False",
+        "is_cut = name not in _NEW and",
+        "is_cut = False and",
         "amp_regions",
         "only_numbers_of_16",
     ),

@@ -292,7 +292,8 @@ def test_printed_policy_runs_and_reduces_the_error(format):
     with gradient_function():
         default = jax.grad(mpx.amp(sensitive, format))(PARAMS, X, Y)
         grads = jax.grad(pasted)(PARAMS, X, Y)
-    assert relative(grads, exact) < 0.02 < relative(default, exact)
+    # What is predicted is 0.82 to 1.16 of what is measured.
+    assert relative(grads, exact) < 0.01 / 0.82 < relative(default, exact)
 
 
 def test_policy_for_functions_without_scopes_runs():
