@@ -208,9 +208,9 @@ class Draw(Exact):
         return [self.rounded(x, F32, 4) for x in outs]
 
 
-def evaluated(program, leaves, dtype, draws, codes=None):
+def evaluated(program, args, dtype, draws, codes=None):
     """Returns the exact results of a program, and of each how far the farthest draw is."""
-    leaves = [wide(x) for x in leaves]
+    leaves = [wide(x) for x in jax.tree.leaves(args)]
     exact = Exact().jaxpr(program, leaves)
     farthest = np.zeros(len(exact))
     for i in range(draws):

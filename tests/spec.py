@@ -23,17 +23,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from exact import (
-    F32,
-    MATMULS,
-    Bound,
-    asks_f32,
-    evaluated,
-    holds,
-    stored_back,
-    terms,
-    variables,
-)
+import exact
 
 FACTOR = 3.0  # How many times as far as the farthest draw a result may be
 LOW = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
@@ -51,15 +41,15 @@ def stored_in(jaxpr):
     Work is matmuls, and what holds them. The level of an equation counts the borders and
     stored values behind it; a region has one level.
     """
-    work = [e for e in jaxpr.eqns if holds(e, MATMULS)]
-    stored = variables([*jaxpr.outvars, *(v for e in work for v in e.invars)])
+    work = [e for e in jaxpr.eqns if exact.holds(e, exact.MATMULS)]
+    stored = exact.variables([*jaxpr.outvars, *(v for e in work for v in e.invars)])
     while True:
         level, later = {}, set()
         for eqn in jaxpr.eqns:
-            read = variables(eqn.invars)
+            read = exact.variables(eqn.invars)
             at = max([level.get(v, 0) for v in read], default=0)
             later |= {v for v in read if level.get(v, 0) < at} - stored
-            is_border = holds(eqn, MATMULS | LOOPS | ALGEBRA)
+            is_border = exact.holds(eqn, exact.MATMULS | LOOPS | ALGEBRA)
             level |= {v: at + (is_border or v in stored) for v in eqn.outvars}
         if not later:
             return stored
@@ -70,9 +60,10 @@ def before_algebra(jaxpr):
     """Returns the results that reach linear algebra, without a matmul between."""
     wanted = set()
     for eqn in reversed(jaxpr.eqns):
-        reaches = not wanted.isdisjoint(eqn.outvars) and not holds(eqn, MATMULS)
-        if reaches or holds(eqn, ALGEBRA):
-            wanted |= variables(eqn.invars)
+        is_work = exact.holds(eqn, exact.MATMULS)
+        reaches = not (is_work or wanted.isdisjoint(eqn.outvars))
+        if reaches or exact.holds(eqn, ALGEBRA):
+            wanted |= exact.variables(eqn.invars)
     return wanted
 
 
@@ -129,7 +120,7 @@ class Marker:
             read, kinds = [x for x, _ in pairs], [kind for _, kind in pairs]
             outs, kinds = self.equation(eqn, read, kinds, solved)
             for v, out, kind in zip(eqn.outvars, outs, kinds, strict=True):
-                if v.aval.dtype != F32:
+                if v.aval.dtype != exact.F32:
                     kind = "low" if v.aval.dtype in WRITTEN else "const"
                 elif kind == "low" and v in stored:
                     out = lax.reduce_precision(out, 8, 7)
@@ -139,8 +130,10 @@ class Marker:
 
     def equation(self, eqn, read, kinds, solved):
         name, params = eqn.primitive.name, eqn.params
-        if name in MATMULS:
-            is_f32 = asks_f32(eqn) or terms(eqn) <= 4 or eqn.outvars[0] in solved
+        if name in exact.MATMULS:
+            is_f32 = (
+                exact.asks_f32(eqn) or exact.terms(eqn) <= 4 or eqn.outvars[0] in solved
+            )
             is_f32 |= {"const", "odd"} >= {*kinds} or "kept" in kinds
             # Matmuls in a derivative rule are other equations, and decided about by themselves.
             if is_f32 and not self.has_rules:
@@ -165,8 +158,8 @@ class Marker:
         outs = eqn.primitive.bind(*read, **eqn.primitive.get_bind_params(params))
         outs = outs if eqn.primitive.multiple_results else [outs]
         if {"low", "param"} <= {*kinds} and name in ("add", "sub"):
-            outs = [stored_back(x) for x in outs]
-        kind = "low" if holds(eqn, MATMULS) else kind_after(eqn, kinds)
+            outs = [exact.stored_back(x) for x in outs]
+        kind = "low" if exact.holds(eqn, exact.MATMULS) else kind_after(eqn, kinds)
         return outs, [kind] * len(outs)
 
     def scan(self, params, read, kinds):
@@ -188,7 +181,6 @@ class Marker:
 def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
     """Returns what `jax.value_and_grad(func, has_aux=True)` may be under `amp`.
 
-    It is a tree of exact results, and one of how far each may be off, by the norm.
     `kinds` says of each leaf of `args` whether it is `data`, a `param`, or one that is `kept`.
     `codes` are the 8-bit numbers that matmuls multiply, if they do.
     """
@@ -201,9 +193,8 @@ def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
 
     grad = jax.value_and_grad(rounded, has_aux=True)
     program, shapes = jax.make_jaxpr(grad, return_shape=True)(*args)
-    leaves = jax.tree.leaves(args)
-    exact, farthest = evaluated(program, leaves, LOW[dtype], draws, codes)
-    sizes = np.array([np.linalg.norm(x) for x in exact])
+    right, farthest = exact.evaluated(program, args, LOW[dtype], draws, codes)
+    sizes = np.array([np.linalg.norm(x) for x in right])
     within = FACTOR * farthest + 1e-6 * sizes + 1e-12
     unflatten = jax.tree.structure(shapes).unflatten
-    return Bound(unflatten(exact), unflatten(within))
+    return exact.Bound(unflatten(right), unflatten(within))
