@@ -845,8 +845,8 @@ BREAKS = [
     Break(
         "only one operand of a weight's gradient is rotated",
         "_fp8",
-        "turned = _summed_over_rows(recipe, grad)",
-        "turned = grad.T",
+        '(("activation", 1), ("grad", spec.weight_side))',
+        '(("activation", 1),)',
         "fp8_nvfp4",
         "products",
     ),

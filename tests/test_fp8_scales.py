@@ -14,7 +14,7 @@ from jax import lax
 
 from models import normal
 from mpx._fp8 import _operands
-from mpx._fp8._blocks import block_dot, from_blocks, to_blocks
+from mpx._fp8._blocks import from_blocks, to_blocks
 from mpx._fp8._dot import fp8_dot
 from mpx._fp8._operands import (
     MatmulSpec,
@@ -314,10 +314,7 @@ def plan_for(a, b, dimensions, side, recipe):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(plan, a, b, g):
-    if plan.recipe.in_blocks:
-        out, back = jax.vjp(lambda a, b: block_dot(plan, a, b), a, b)
-    else:
-        out, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
+    out, back = jax.vjp(lambda a, b: fp8_dot(plan, a, b, None, None), a, b)
     return out, *back(g)
 
 

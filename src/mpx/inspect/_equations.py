@@ -51,7 +51,7 @@ _COMPARISONS = names("eq ne lt le gt ge")
 _ROUNDINGS = 16
 """Numbers are nearly equal if they differ by this many roundings of their tensors."""
 # Fixed point: seven significant bits below the largest number.
-_INT8 = Format("int8", 8, 0, 6, 127.0, 1.0, 1.0)
+_INT8 = Format("int8", 8, 0, 6, 127.0, 1.0, 1.0, np.dtype(np.int8))
 
 
 def low_format(eqn: Equation) -> Format | None:
