@@ -103,6 +103,25 @@ def test_largest_magnitude_of(x, want):
     np.testing.assert_equal(float(found), want)
 
 
+# By format: what a rounding loses of a number at most, down to which part of the largest
+# number, and below which part all is lost.
+LOSSES = {"e4m3": (1 / 16, 7e-5, 2e-6), "e5m2": (1 / 8, 2.2e-9, 1.3e-10)}
+
+
+@pytest.mark.parametrize("form", LOSSES)
+def test_losses_are_those_that_the_guide_promises(form):
+    share, normal_from, lost_below = LOSSES[form]
+    parts = np.geomspace(lost_below / 8, 1, 4001, dtype=np.float32)
+    for largest in np.linspace(1, 2, 17, dtype=np.float32)[:-1]:
+        x = np.append(parts, np.float32(1)) * largest
+        codes, scale = quantized(jnp.asarray(x), form)
+        lost = np.abs(np.asarray(codes, np.float64) * float(scale) - x) / x
+        x = x / largest
+        assert lost[x >= normal_from].max() <= share * (1 + 1e-6)
+        assert np.all(lost[x < lost_below] == 1)
+    assert lost[x < normal_from].max() == 1 > lost[x >= lost_below * 2.5].max()
+
+
 SPOILT = {
     "tensor": CurrentScaling(),
     "row": CurrentScaling(granularity="row"),

@@ -407,7 +407,7 @@ def _key(param: str, number: int) -> str:
     return f"{param}:{number}"
 
 
-_INSIDE = "inside {name}, which runs as written"
+_INSIDE = "inside {name}, which fp8 does not enter"
 _GRADIENT = (
     "`fp8` is around a gradient, and sees only a part of its matmuls: those that make the "
     "gradients of parameters stay in 16 bits, and the formats are those of a forward pass. "
