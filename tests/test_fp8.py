@@ -683,7 +683,11 @@ def test_shard_map_over_one_of_two_explicit_axes_is_one_device(name):
     with jax.set_mesh(mesh):
         specs = {"in_specs": (P(), P("a")), "out_specs": P(), "axis_names": {"a"}}
         step = jax.jit(jax.value_and_grad(jax.shard_map(local, **specs)))
-        got = step(*jax.device_put((p, x), NamedSharding(mesh, P())))
+        placed = [
+            jax.device_put(y, NamedSharding(mesh, z))
+            for y, z in ((p, P()), (x, P("a")))
+        ]
+        got = step(*placed)
     assert_trees_equal(jax.device_get(got), jax.device_get(want))
 
 
