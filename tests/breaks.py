@@ -821,7 +821,7 @@ BREAKS = [
     Break(
         "an overflow becomes an integer",
         "_fp8",
-        'return jnp.maximum(amax * np.float32(1 / _LARGEST["int8"]), _TINY)',
+        "return jnp.maximum(amax * np.float32(1 / _INT8_MAX), _TINY)",
         "return jnp.nan_to_num(jnp.maximum(amax / 127, _TINY))",
         "fp8_int8",
         "inf_and_nan",
@@ -845,8 +845,8 @@ BREAKS = [
     Break(
         "only one operand of a weight's gradient is rotated",
         "_fp8",
-        "turned = _summed_over_rows(recipe, grad)",
-        "turned = grad.T",
+        '(("activation", 1), ("grad", spec.weight_side))',
+        '(("activation", 1),)',
         "fp8_nvfp4",
         "products",
     ),

@@ -73,9 +73,8 @@ def in_bf16(func):
     ("transform", "dtype", "most"),
     [
         (in_bf16, F32, 2.0),
-        # `amp` is part of it.
-        (lambda func: fp8(func, min_gain=0), BF16, 2.6),
-        (lambda func: fp8(in_bf16(func), min_gain=0), F32, 2.6),
+        (lambda func: fp8(func, min_gain=0), BF16, 2.4),
+        (lambda func: fp8(in_bf16(func), min_gain=0), F32, 2.1),
     ],
     ids=["amp", "fp8", "fp8(amp)"],
 )

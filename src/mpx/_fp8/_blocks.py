@@ -1,14 +1,13 @@
 """Matmuls whose numbers are scaled in blocks along the sum: MXFP8 and NVFP4.
 
-With `codes · scale · whole ≈ matrix` the three products are those of `_dot.py`. A matrix has
-its blocks along the axis that is summed over, so that each is quantised twice. The products
-of the backward pass are those of other blocks than the forward one's, but for weights of
-NVFP4: their blocks are square, and so the same in both.
+`codes · scale · whole ≈ matrix`. A matrix has its blocks along the axis that is summed over.
+So the products of the backward pass are those of other blocks than the forward one's, but for
+weights of NVFP4: their blocks are square, and so the same in both.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,10 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from mpx._fp8._operands import (
+    Axes,
     MatmulSpec,
-    as_bytes,
+    Operand,
     cast_scaled,
-    differentiable_once,
     inverse,
     largest_magnitude,
     power_of_two_scale,
@@ -173,56 +172,27 @@ def _multiply(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
     return out.astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _matmul(recipe: Recipe, dtype: np.dtype, x: Array, w: Array) -> Array:
-    """Returns `x @ w.T` for an activation (m, k) and a weight (n, k)."""
-    return _forward(recipe, dtype, x, w)[0]
+def block_operands(
+    spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes]
+) -> tuple[Operand, Operand]:
+    """Quantises a tensor, as a matrix, for two products: see `to_fp8`."""
+    made = list[Operand]()
+    for i, summed in enumerate(groups):
+        free = [axis for axis in range(x.ndim) if axis not in summed]
+        shape = tuple(x.shape[axis] for axis in free)
+        matrix = lax.transpose(x, (*free, *summed)).reshape(math.prod(shape), -1)
+        # Both operands of the product for the weight's gradient sum over rows.
+        is_of_weight = (role, i) in (("activation", 1), ("grad", spec.weight_side))
+        if is_of_weight and isinstance(spec.recipe, NVFP4) and spec.recipe.hadamard:
+            matrix = rotated(matrix)
+        found = to_blocks(spec.recipe, role, matrix)
+        options = {"batch": (), "whole": found.whole, "free": shape}
+        made.append(Operand(found.codes, found.scale, summed, **options))
+    first, second = made
+    return first, second
 
 
-def _forward(
-    recipe: Recipe, dtype: np.dtype, x: Array, w: Array
-) -> tuple[Array, tuple[Blocks, Blocks]]:
-    x, w = differentiable_once((x, w))
-    made = functools.partial(to_blocks, recipe)
-    out = _multiply(made("activation", x), made("weight", w), dtype)
-    # The backward products sum along the other axes: they need blocks of their own.
-    saved = made("activation", _summed_over_rows(recipe, x)), made("weight", w.T)
-    return out, as_bytes(saved)
-
-
-def _summed_over_rows(recipe: Recipe, x: Array) -> Array:
-    """Returns an operand of the product for the weight's gradient, transposed."""
-    return rotated(x.T) if isinstance(recipe, NVFP4) and recipe.hadamard else x.T
-
-
-def _backward(
-    recipe: Recipe, dtype: np.dtype, residuals: tuple[Blocks, Blocks], grad: Array
-) -> tuple[Array, Array]:
-    forms = ("e2m1", "e4m3") if isinstance(recipe, NVFP4) else ("e4m3", "e8m0")
-    kind, scales = (FORMATS[form].dtype for form in forms)
-    as_dtype = lax.bitcast_convert_type
-    x, w = (
-        Blocks(as_dtype(b.codes, kind), as_dtype(b.scale, scales), b.whole)
-        for b in residuals
-    )
-    dx = _multiply(to_blocks(recipe, "grad", grad), w, dtype)
-    turned = _summed_over_rows(recipe, grad)
-    dw = _multiply(to_blocks(recipe, "grad", turned), x, dtype)
-    return differentiable_once((dx, dw))
-
-
-_matmul.defvjp(_forward, _backward)
-
-
-def block_dot(spec: MatmulSpec, lhs: Array, rhs: Array) -> Array:
-    """Returns a `dot_general` computed from blocks; operands become matrices."""
-    matrices, shapes = list[Any](), list[int]()
-    for side, x in enumerate((lhs, rhs)):
-        free = spec.free_axes(side, x.ndim)
-        shape = [x.shape[axis] for axis in free]
-        ordered = lax.transpose(x, (*free, *spec.dimensions[0][side]))
-        matrices.append(ordered.reshape(math.prod(shape), -1))
-        shapes += shape
-    x, w = matrices if spec.weight_side == 1 else reversed(matrices)
-    out: Array = _matmul(spec.recipe, spec.dtype, x, w)
-    return (out if spec.weight_side == 1 else out.T).reshape(shapes)
+def block_product(a: Operand, b: Operand, dtype: np.dtype) -> Array:
+    """Returns the product of two operands that are quantised in blocks."""
+    one, other = (Blocks(x.codes, x.scale, x.whole) for x in (a, b))
+    return _multiply(one, other, dtype).reshape(*(a.free or ()), *(b.free or ()))

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from mpx._fp8._blocks import block_operands, block_product
 from mpx._fp8._operands import (
     Axes,
     MatmulSpec,
@@ -52,6 +53,8 @@ def _multiply(
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Returns the product of two operands in `dtype`."""
+    if a.free is not None:
+        return block_product(a, b, dtype)
     a, b = summed_last(a, b), summed_last(b, a)
     # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
     wide = np.dtype(jnp.float32) if dtype == np.float16 else dtype
@@ -130,7 +133,8 @@ def fp8_dot(
         if key not in shared:
             still = lax.stop_gradient(x)
             made = _quantize(spec, role, still, groups, batch=batch, seen=seen)
-            shared[key] = x, made
+            # Not in one program, which XLA for CPUs cannot compile for 4 bits.
+            shared[key] = x, as_bytes(made)
         operands.append(shared[key][1])
     return _jitted_dot(spec, (lhs, rhs), operands, seen, probe)
 
@@ -140,8 +144,12 @@ def fp8_dot(
 @functools.partial(
     jax.jit, static_argnums=(0, 1, 3), static_argnames="batch", inline=True
 )
-def _quantize(*args: Any, **options: Any) -> tuple[Operand, Operand]:
-    return as_bytes(to_fp8(*args, **options))
+def _quantize(
+    spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes], **options: Any
+) -> tuple[Operand, Operand]:
+    if spec.recipe.in_blocks:
+        return block_operands(spec, role, x, groups)
+    return to_fp8(spec, role, x, groups, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -184,10 +192,10 @@ def _backward(
     batch = tuple(range(len(lhs.batch)))
     rows = tuple(range(len(batch), len(batch) + len(lhs.summed)))
     groups = tuple(range(len(batch) + len(rows), grad.ndim)), rows
-    quantized = to_fp8(spec, "grad", grad, groups, batch=batch, seen=seen)
+    quantized = _quantize(spec, "grad", grad, groups, batch=batch, seen=seen)
     grads = []
     for side, other in enumerate((rhs, lhs)):
-        rank = (lhs, rhs)[side].codes.ndim
+        rank = (lhs, rhs)[side].rank
         grad_first, axes = _axes_of_gradient(spec, side, rank)
         factors = (quantized[side], other) if grad_first else (other, quantized[side])
         sharding = spec.shardings[side]

@@ -92,10 +92,12 @@ class Operand(eqx.Module):
 
     Attributes:
         codes: 8-bit numbers, or those of the compute dtype with a scale of 1.
-        scale: f32, a scalar, or one for each row with length-1 axes.
+        scale: f32, a scalar, or one for each row with length-1 axes; of blocks, see `Blocks`.
         summed: The axes of the codes over which the product sums.
         batch: Their batch axes.
         gathered: Whether XLA may have to gather the codes, which are transposed after that.
+        whole: Of blocks, the f32 scale of the matrix.
+        free: Of blocks, which are in a matrix, the shape of the axes that are left.
     """
 
     codes: Array
@@ -103,6 +105,13 @@ class Operand(eqx.Module):
     summed: Axes = eqx.field(static=True)
     batch: Axes = eqx.field(static=True)
     gathered: bool = eqx.field(static=True, default=False)
+    whole: Array | None = None
+    free: tuple[int, ...] | None = eqx.field(static=True, default=None)
+
+    @property
+    def rank(self) -> int:
+        """How many axes the original has."""
+        return self.codes.ndim if self.free is None else len((*self.free, *self.summed))
 
 
 def to_fp8(
@@ -200,12 +209,16 @@ def as_bytes(x: PyTree) -> PyTree:
     return jax.tree.map(one, x)
 
 
-def as_codes(x: PyTree) -> PyTree:
-    """Returns a tree with its bytes as numbers of the format of operands."""
-    dtype = FORMATS["e4m3"].dtype
-    return jax.tree.map(
-        lambda a: lax.bitcast_convert_type(a, dtype) if a.dtype == jnp.uint8 else a, x
-    )
+def as_codes(x: Operand) -> Operand:
+    """Returns an operand with its bytes as numbers again; gradients are not among them."""
+
+    def one(a: Array, form: str) -> Array:
+        is_byte = a.dtype in (jnp.uint8, jnp.uint4)
+        return lax.bitcast_convert_type(a, FORMATS[form].dtype) if is_byte else a
+
+    codes = one(x.codes, "e2m1" if x.codes.dtype == jnp.uint4 else "e4m3")
+    scale = one(x.scale, "e8m0" if x.whole is None else "e4m3")
+    return dataclasses.replace(x, codes=codes, scale=scale)
 
 
 # A program's part: rows and columns. The best of eight on an H200.

@@ -21,7 +21,6 @@ from mpx._amp._rules import Rule
 from mpx._casting._context import AMP_SCOPE, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import FP8_SCOPE, KEPT_SCOPE
 from mpx._casting._select import check_selectors
-from mpx._fp8._blocks import block_dot
 from mpx._fp8._decide import (
     HEAD,
     ROUTER,
@@ -249,11 +248,8 @@ class Fp8Autocast(Autocast):
         sharding = eqn.outvars[0].aval.sharding
 
         def product(lhs: Array, rhs: Array) -> Array:
-            if spec.recipe.in_blocks:
-                out = block_dot(spec, lhs, rhs)
-            else:
-                seen, probe = self._next_scale(param)
-                out = fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)
+            seen, probe = self._next_scale(param)
+            out = fp8_dot(spec, lhs, rhs, seen, probe, shared=self.frame.made)
             return outputs_first(out) if turned else out
 
         # Blocks are other axes than those of a mesh: XLA finds out how they are sharded. But
@@ -411,7 +407,7 @@ def _key(param: str, number: int) -> str:
     return f"{param}:{number}"
 
 
-_INSIDE = "inside {name}, which runs as written"
+_INSIDE = "inside {name}, which fp8 does not enter"
 _GRADIENT = (
     "`fp8` is around a gradient, and sees only a part of its matmuls: those that make the "
     "gradients of parameters stay in 16 bits, and the formats are those of a forward pass. "
