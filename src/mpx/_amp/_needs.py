@@ -238,7 +238,8 @@ class Roots:
 
     def _asks_sign(self, eqn: Equation) -> bool:
         """Returns whether an equation compares with 0: x with 0, or with max(x, 0)."""
-        first, *rest = [x for x in eqn.invars if self.fact(x).sign is not _ZERO]
+        found = [x for x in eqn.invars if self.fact(x).sign is not _ZERO]
+        first, rest = found[0] if found else None, found[1:]
         made = [self.maker.get(x) for x in rest if is_var(x)]
         return len(made) == len(rest) and all(
             x is not None
