@@ -315,7 +315,7 @@ def scan(apply, p, h, batch, rng):
     return lax.scan(lambda h, p: (norm(body(p, h)), None), h, p, 3)[0]
 
 
-scan.stacks = 3
+setattr(scan, "stacks", 3)  # noqa: B010
 
 
 @wrapper
@@ -377,7 +377,7 @@ def _custom(apply, p, h, batch, rng):
     return jax.jit(own_rule)(*jax.tree.map(_larger, (p, h)))
 
 
-custom.plain = _custom
+setattr(custom, "plain", _custom)  # noqa: B010
 
 
 @wrapper
@@ -387,9 +387,11 @@ def custom_jvp(apply, p, h, batch, rng):
     return func(p, h, batch)
 
 
-custom_jvp.plain = lambda apply, p, h, batch, rng: jax.jit(lambda p, h: apply(p, h))(
-    p, h
-)
+def _custom_jvp(apply, p, h, batch, rng):
+    return jax.jit(lambda p, h: apply(p, h))(p, h)
+
+
+setattr(custom_jvp, "plain", _custom_jvp)  # noqa: B010
 
 
 @wrapper
@@ -520,6 +522,7 @@ def apply(nodes, held, h, batch, rng=None, is_plain=False):
         if rng is not None:
             stacks = getattr(WRAPPERS[node.kind], "stacks", 1)
             drawn = [{} for _ in range(stacks)]
+            after = h
             for one in drawn:
                 after = apply(node.inside, one, h, batch, rng)
             held[name] = (
@@ -580,14 +583,13 @@ def build(program):
             value, h = loss(params, batch)
             return lax.pmean(value, "x"), h
 
-        specs = {"in_specs": (P(), P("x")), "out_specs": (P(), P("x"))}
+        specs: Any = {"in_specs": (P(), P("x")), "out_specs": (P(), P("x"))}
         return jax.shard_map(part, mesh=mesh, check_vma=False, **specs)(params, batch)
 
     names = [
         "/".join(key.key for key in path) for path, _ in tree_leaves_with_path(params)
     ]
     has_names = program.holder in ("dict", "module") and names
-    is_kept = program.kept is not None and has_names
     if program.is_low and program.holder != "partial":
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     leaves, tree = jax.tree.flatten(params)
@@ -612,5 +614,7 @@ def build(program):
         wrap(on_devices if program.shards else loss),
         (first, batch),
         wrap(plain),
-        names[program.kept % len(names)] if is_kept else None,
+        None
+        if program.kept is None or not has_names
+        else names[program.kept % len(names)],
     )

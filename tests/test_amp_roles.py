@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -317,7 +318,7 @@ def test_an_argument_may_have_any_name():
 def test_params_of_a_partial_are_arguments_of_the_call(params):
     bound = functools.partial(layer, W)
     with pytest.raises(ValueError, match="Pass the position or the name of the arg"):
-        amp(bound, params=params)(X)
+        amp(bound, params=params)(X)  # pyright: ignore[reportCallIssue]
 
 
 def test_variable_may_hold_a_dict():
@@ -339,7 +340,7 @@ def test_variable_may_hold_a_dict():
 
 def test_two_modules_under_amp_with_equal_options_are_of_one_type():
     linear = eqx.nn.Linear(D, D, key=jax.random.key(0))
-    options = {"dtype": "f16", "keep": ["bias"], "params": 0}
+    options: Any = {"dtype": "f16", "keep": ["bias"], "params": 0}
     count = []
 
     @jax.jit
@@ -347,6 +348,7 @@ def test_two_modules_under_amp_with_equal_options_are_of_one_type():
         count.append(None)
         return model(x)
 
+    model = None
     for _ in range(2):
         model = amp(linear, **options)
         evaluate(model, X[0])

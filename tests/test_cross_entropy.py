@@ -610,7 +610,7 @@ def test_all_words_of_one_device_may_be_excluded(way):
     assert error(grad(HIDDEN, WEIGHT, bias, labels), wanted) < 2e-6
     # In forward mode, too.
     args, given = (HIDDEN, WEIGHT, bias), (HIDDEN, WEIGHT, jnp.zeros_like(bias))
-    call = lambda *x: split(*x, labels)  # noqa: E731
+    call = lambda x, w, b: split(x, w, b, labels)  # noqa: E731
     moved = jax.jit(lambda *x: jax.jvp(call, args, x)[1])(*given)
     parts = zip(wanted[1], given, strict=True)
     assert abs(moved - sum(np.vdot(x, y) for x, y in parts)) < 1e-4

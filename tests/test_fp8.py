@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,17 +236,17 @@ def test_default_precision_does_not_keep_fp8_out(precision):
 @pytest.mark.parametrize("recipe", ["current", "int8", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("size", ["b", "32*b"])
 def test_batch_may_be_a_symbol(size, recipe):
-    recipe = RECIPES.get({"mxfp8": "mx"}.get(recipe, recipe))
-    loss = everywhere(lambda p, x: jnp.mean((x @ p["w"]) ** 2), recipe)
+    chosen: Any = RECIPES[{"mxfp8": "mx"}.get(recipe, recipe)]
+    loss = everywhere(lambda p, x: jnp.mean((x @ p["w"]) ** 2), chosen)
     (rows,) = jax.export.symbolic_shape(size)
     p, x = {"w": W.astype(jnp.float32)}, jnp.ones((64, 32))
     types = {"w": jax.ShapeDtypeStruct((32, 32), jnp.float32)}
     step = jax.jit(jax.grad(loss))
     heard = contextlib.nullcontext()
-    if is_kept := size == "b" or recipe.form("grad") in ("int8", "e2m1"):
+    if is_kept := size == "b" or chosen.form("grad") in ("int8", "e2m1"):
         heard = pytest.warns(RuntimeWarning, match="changed nothing: .*(symbol|exceed)")
     with heard:
-        run = jax.export.export(step)(
+        run: Any = jax.export.export(step)(
             types, jax.ShapeDtypeStruct((rows, 32), jnp.float32)
         )
     want = jax.jit(jax.grad(mpx.amp(loss.func))) if is_kept else step

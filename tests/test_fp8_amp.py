@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -133,7 +134,7 @@ def gathered(params, x):
         whole = (lax.all_gather(w, "data", axis=0, tiled=True) for w in (a, b))
         return lax.pmean(jnp.mean(functools.reduce(jnp.matmul, whole, x) ** 2), "data")
 
-    specs = {"in_specs": P("data"), "out_specs": P()}
+    specs: Any = {"in_specs": P("data"), "out_specs": P()}
     return jax.shard_map(local, mesh=mesh, **specs)(params["a"], params["b"], x)
 
 

@@ -112,6 +112,7 @@ LOSSES = {"e4m3": (1 / 16, 7e-5, 2e-6), "e5m2": (1 / 8, 2.2e-9, 1.3e-10)}
 def test_losses_are_those_that_the_guide_promises(form):
     share, normal_from, lost_below = LOSSES[form]
     parts = np.geomspace(lost_below / 8, 1, 4001, dtype=np.float32)
+    x = lost = parts
     for largest in np.linspace(1, 2, 17, dtype=np.float32)[:-1]:
         x = np.append(parts, np.float32(1)) * largest
         codes, scale = quantized(jnp.asarray(x), form)

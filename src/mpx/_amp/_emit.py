@@ -133,10 +133,8 @@ class Autocast(Settings):
 
         return plan_for(self, jaxpr, consts, facts, scopes)
 
-    @functools.cached_property
-    def flow(self) -> Facts:
-        """Follows what is known of values through what is not visited."""
-        return Facts(self)
+    def __post_init__(self) -> None:
+        self.flow = Facts(self)
 
     def read(self, atom: Any) -> tuple[Any, Source]:
         value, fact = super().read(atom)
@@ -206,8 +204,9 @@ class Autocast(Settings):
         """Decides how an equation runs, runs it so, and follows what is known."""
         choice = decide(self, op)
         result = self.emit(op, choice)
-        is_told = isinstance(result, tuple)
-        outs, known = result if is_told else (result, self.flow.after(op.eqn, op.facts))
+        if not isinstance(result, tuple):
+            result = result, [*self.flow.after(op.eqn, op.facts)]
+        outs, known = result
         if stays_f32(self, op, choice):
             known = [*map(in_f32, known)]
         if choice.rule == Rule.LOW and op.eqn.primitive.name in MATMULS:

@@ -338,7 +338,9 @@ class Settings(Transformation):
     wanted: tuple[Any, ...] = ()
     # Which equations with bodies hold matmuls, and functions of regions, by what they compute
     works: dict[Any, tuple[Equation, bool]] = dataclasses.field(default_factory=dict)
-    parts: dict[Any, Callable[..., Values]] = dataclasses.field(default_factory=dict)
+    parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # Follows what is known of values through what is not visited
+    flow: Any = dataclasses.field(default=None, init=False)
     # Where decisions are recorded, `None` to record none
     decisions: list[Decision] | None = None
 

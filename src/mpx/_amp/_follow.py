@@ -81,6 +81,8 @@ def _held_after(
 class Facts(Flow):
     """What is known of values, followed through a program and all that it calls."""
 
+    amp: Settings
+
     def __init__(self, amp: Settings) -> None:
         super().__init__(lambda *_: DATA, join=either, constant=closed_over)
         object.__setattr__(self, "amp", amp)

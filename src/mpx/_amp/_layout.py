@@ -44,6 +44,7 @@ class Layout:
         pairs = zip(jaxpr.outvars, may_round, strict=True)
         self.returned = {var: may for var, may in pairs if is_variable(var)}
         self.earlier: dict[int, int] = {}  # For an effect, the one before
+        self.reached: dict[Any, Any] = {}  # Values that reach linear algebra
         # Whether numbers of 16 bits may enter an equation
         self.is_low: dict[int, bool] = {}
         env = amp.frame.env
@@ -114,12 +115,10 @@ class Layout:
             reading = [
                 self.regions.get(j) for v in outs for j in self.readers.get(v, ())
             ]
-            is_only = reading and all(
-                x is not None and x is reading[0] for x in reading
-            )
-            part = (
-                reading[0] if is_only and self.returned.keys().isdisjoint(outs) else []
-            )
+            part = reading[0] if reading else None
+            is_only = all(x is part for x in reading)
+            if part is None or not is_only or not self.returned.keys().isdisjoint(outs):
+                part = list[int]()
             self.regions[i] = part
             part.append(i)
         for part in {id(x): x for x in self.regions.values()}.values():
