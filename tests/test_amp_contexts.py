@@ -17,7 +17,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from models import mlp, mlp_batch, mlp_loss, multiplied, normal, trace_together
+from models import (
+    equations,
+    mlp,
+    mlp_batch,
+    mlp_loss,
+    multiplied,
+    normal,
+    trace_together,
+)
 from mpx import AmpRules, amp
 
 UNIT = 2.0**-8  # half the distance of 1 to the next bf16 number
@@ -398,3 +406,11 @@ def test_method_of_an_equinox_module_runs_low():
     assert matmuls(jax.make_jaxpr(lambda x: model(x))(X)) == {"bfloat16"}
     exact = 2 * X.T @ (X @ X[:8])
     assert_close(grad(model).weight, exact, BOUND)
+
+
+def test_an_outer_amp_leaves_what_an_inner_one_chose():
+    params = {"a": jnp.eye(16), "b": jnp.eye(16)}
+    inner = amp(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"], keep="a$")
+    jaxpr = jax.make_jaxpr(amp(lambda p, x: inner(p, x)))(params, jnp.ones((8, 16)))
+    matmuls = [x for x in equations(jaxpr) if x.primitive.name == "dot_general"]
+    assert [x.invars[0].aval.dtype for x in matmuls] == [jnp.float32, jnp.bfloat16]

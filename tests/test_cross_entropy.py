@@ -233,9 +233,10 @@ def test_weights_below_0_have_a_sum_and_no_mean():
 def test_tokens_of_weight_0_may_hold_anything():
     hidden = jnp.where(MASK[..., None], HIDDEN, jnp.nan).at[0, 0].set(jnp.inf)
     labels = jnp.where(MASK, LABELS, -100)
-    wanted = textbook(jnp.nan_to_num(hidden, posinf=0.0), WEIGHT, BIAS, weights=MASK)
-    for weights in (MASK, MASK.astype(jnp.float32)):
-        found = run(hidden, WEIGHT, BIAS, labels=labels, weights=weights)
+    known = jnp.nan_to_num(hidden, posinf=0.0)
+    for weights, z_loss in [(MASK, 0.0), (MASK.astype(jnp.float32), 0.1)]:
+        wanted = textbook(known, WEIGHT, BIAS, weights=MASK, z_loss=z_loss)
+        found = run(hidden, WEIGHT, BIAS, labels=labels, weights=weights, z_loss=z_loss)
         assert error(found, wanted) < 2e-6
 
 

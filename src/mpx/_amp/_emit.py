@@ -53,7 +53,7 @@ from mpx._amp._rules import (
     PRIMITIVES,
     Rule,
 )
-from mpx._casting._context import COMPUTE, in_gradient_function
+from mpx._casting._context import COMPUTE, in_gradient_function, under_amp
 from mpx._jax._compat import (
     Literal,
     bind,
@@ -104,6 +104,9 @@ class Autocast(Settings):
             self.rules = rules.for_call(traced.named_arrays(), places)
         self.is_plain = rules.is_plain
         return traced
+
+    def tracing(self) -> contextlib.AbstractContextManager[object]:
+        return under_amp()
 
     def finish(self, outs: Values) -> Values:
         """Warns of what was asked for and not done; f16 results warn if differentiated."""

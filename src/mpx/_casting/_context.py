@@ -117,12 +117,16 @@ reducing_in = make_jit_context(None)
 _plain = make_jit_context(False)
 plain_matmuls = functools.partial(_plain, True)
 """Makes `amp` write its matmuls as plain ones, for a transformation around it."""
+_around = make_jit_context(False)
+under_amp = functools.partial(_around, True)
+"""Says that what is traced is a function under `amp`."""
 AMP_SCOPE = "mpx.amp"
 
 
 def scope_of_amp() -> contextlib.AbstractContextManager[object]:
     """Marks what `amp` writes, for a transformation around it: it is decided."""
-    return jax.named_scope(AMP_SCOPE) if _plain.value else contextlib.nullcontext()
+    is_inside = _plain.value or _around.value
+    return jax.named_scope(AMP_SCOPE) if is_inside else contextlib.nullcontext()
 
 
 in_shards = make_jit_context(False)

@@ -122,18 +122,29 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         places = jnp.where(is_valid, places - first, -1)
     logsumexp, chosen, *total = _statistics(head, operands._replace(labels=places))
     if axis_name is not None:
-        highest = lax.pmax(lax.stop_gradient(logsumexp), axis_name)
-        highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
-        parts = lax.psum(jnp.exp(logsumexp - highest), axis_name)
-        logsumexp = highest + jnp.log(parts)
+        logsumexp = _joined(logsumexp, axis_name)
         chosen, *total = (lax.psum(x, axis_name) for x in (chosen, *total))
+    factors = _factors(weights, logsumexp)
+    is_ignored = (factors == 0) & ~jnp.isfinite(logsumexp - chosen)
+    logsumexp, chosen, *total = (
+        jnp.where(is_ignored, 0.0, x) for x in (logsumexp, chosen, *total)
+    )
     losses = logsumexp - chosen
     for x in total:
         smoothing = jnp.asarray(label_smoothing, head.wide)
         losses += smoothing * (chosen - x / vocabulary)
     if not (isinstance(z_loss, int | float) and z_loss == 0):
         losses += jnp.asarray(z_loss, head.wide) * jnp.square(logsumexp)
-    return _reduced(losses, is_valid, weights, reduction)
+    return _reduced(
+        jnp.where(is_valid | (factors == 0), losses, jnp.nan), factors, reduction
+    )
+
+
+def _joined(logsumexp: Array, axis_name: str) -> Array:
+    """Returns the logsumexp over the parts of a vocabulary."""
+    highest = lax.pmax(lax.stop_gradient(logsumexp), axis_name)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    return highest + jnp.log(lax.psum(jnp.exp(logsumexp - highest), axis_name))
 
 
 def _statistics(head: Head, operands: Operands) -> list[Array]:
@@ -149,28 +160,26 @@ def _statistics(head: Head, operands: Operands) -> list[Array]:
     return call(operands)
 
 
-def _reduced(
-    losses: Array, is_valid: Array, weights: ArrayLike | None, reduction: str
-) -> Array:
-    losses = jnp.where(is_valid, losses, jnp.nan)
-    factors = jnp.ones_like(losses)
-    if weights is not None:
-        factors = jnp.asarray(weights).astype(losses.dtype)
-        if factors.shape != losses.shape:
+def _factors(weights: ArrayLike | None, like: Array) -> Array:
+    factors = jnp.asarray(1.0 if weights is None else weights).astype(like.dtype)
+    if weights is not None and factors.shape != like.shape:
+        raise ValueError(
+            f"`weights` {factors.shape} must have the shape {like.shape} of the "
+            "labels: one number for each token."
+        )
+    return jnp.broadcast_to(factors, like.shape)
+
+
+def _reduced(losses: Array, factors: Array, reduction: str) -> Array:
+    losses *= factors
+    has_negative = jnp.any(factors < 0)
+    if reduction == "mean":
+        if not is_tracer(has_negative) and has_negative:
             raise ValueError(
-                f"`weights` {factors.shape} must have the shape {losses.shape} of the "
-                "labels: one number for each token."
+                "`weights` must not be negative for a mean, which divides by their sum. "
+                'Pass `reduction="sum"` and divide by what you choose.'
             )
-        is_ignored = (factors == 0) & ~jnp.isfinite(losses)
-        losses = jnp.where(is_ignored, 0.0, losses) * factors
-        if reduction == "mean":
-            has_negative = jnp.any(factors < 0)
-            if not is_tracer(has_negative) and has_negative:
-                raise ValueError(
-                    "`weights` must not be negative for a mean, which divides by their sum. "
-                    'Pass `reduction="sum"` and divide by what you choose.'
-                )
-            losses = jnp.where(has_negative, jnp.nan, losses)
+        losses = jnp.where(has_negative, jnp.nan, losses)
     if reduction == "none":
         return losses
     total, count = jnp.sum(losses), jnp.sum(factors)
