@@ -431,3 +431,21 @@ def test_what_a_softmax_keeps_is_of_the_numbers_that_are_read_again():
 
     found = jax.jit(jax.grad(amp(loss)))({"w": w}, x)
     assert error(found, jax.grad(loss)({"w": w}, x)) < 0.01
+
+
+def test_what_a_norm_keeps_is_of_the_numbers_that_are_read_again():
+    # Inputs far from 0 see it if the normalised numbers have another mean.
+    x = 3 * jax.random.normal(KEY, (32, D)) + 50
+    params = {"w": W, "v": jnp.flip(W, 0)}
+
+    def loss(params, x):
+        h = x @ params["w"]
+        mean = jnp.mean(h, 0, keepdims=True)
+        spread = jnp.mean(h**2, 0, keepdims=True) - mean**2
+        h = jax.nn.gelu((h - mean) * lax.rsqrt(spread + 1e-5))
+        return jnp.mean((h @ params["v"] - 1) ** 2)
+
+    exact = jax.grad(loss)(params, x)
+    # Eagerly nothing leaves a rounding out.
+    wanted = error(jax.grad(amp(loss))(params, x), exact)
+    assert error(jax.jit(jax.grad(amp(loss)))(params, x), exact) < 1.5 * wanted

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpx
+from models import normal
 
 N, ROWS = 256, 256
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -160,3 +161,30 @@ def test_gradients_are_off_by_less_than_a_code(name, form):
         if np.any(wanted):
             off = jnp.linalg.norm(found[key] - wanted) / jnp.linalg.norm(wanted)
             assert off < CODE[form], key
+
+
+MASKS = {
+    "added": lambda h, fill: h + jnp.where(jnp.arange(h.shape[-1]) % 7 == 0, fill, 0.0),
+    "selected": lambda h, fill: jnp.where(jnp.arange(h.shape[-1]) % 7 == 0, fill, h),
+    "a constant": lambda h, fill: (
+        h + np.where(np.arange(h.shape[-1]) % 7 == 0, fill, 0.0).astype(np.float32)
+    ),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("fill", [-1e4, -1e9, -np.inf])
+@pytest.mark.parametrize("func", [jax.nn.sigmoid, jax.nn.relu])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_no_scale_of_a_block(name, func, fill):
+    params = {"w": normal(0, 64, 64) / 8, "v": normal(1, 64, 64) / 8}
+    x, y = normal(2, 32, 64), normal(3, 32, 64)
+
+    def loss(p, x):
+        return jnp.mean((func(MASKS[name](x @ p["w"], fill)) @ p["v"] - y) ** 2)
+
+    plain = jax.jit(jax.grad(mpx.amp(loss)))(params, x)
+    coded = jax.jit(jax.grad(mpx.amp(loss, residuals="int8")))(params, x)
+    for key in params:
+        difference = np.linalg.norm(coded[key] - plain[key])
+        assert difference < 0.02 * np.linalg.norm(plain[key])

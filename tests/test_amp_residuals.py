@@ -784,7 +784,7 @@ def test_the_error_of_codes_is_measured():
 def test_the_error_of_codes_shows_what_does_not_bear_them():
     def loss(p, x):
         with jax.named_scope("steep"):  # most numbers are far from the step at 0
-            h = jnp.tanh(200 * (x @ p["q"]))
+            h = jnp.tanh(50 * (x @ p["q"]))
         return jnp.mean((jnp.tanh(h @ p["k"]) - 1) ** 2)
 
     errors, kept = (

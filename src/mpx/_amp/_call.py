@@ -399,7 +399,7 @@ def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
     pairs = zip(arrays, traced.named, strict=True)
     params = [x for x, (_, is_param) in pairs if is_param]
     run = lambda: as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)  # noqa: E731
-    return run_coded(run, params, form, getattr(visitor, "keeps"))  # noqa: B009
+    return run_coded(run, params, arrays, form, getattr(visitor, "keeps"))  # noqa: B009
 
 
 def _call_with_nnx(

@@ -55,6 +55,8 @@ _AGAIN = _MOVES.union(
 _CODED = _PICKS.union(PRODUCTS, queries.REMAT)
 # So many large values may join in a result that is computed again from codes; else 1.
 _JOINED = dict.fromkeys(names("mul div select_n"), 4)
+_MIXES = frozenset(names("select_n concatenate pad max min clamp"))
+_LARGE = 64  # Numbers of the program that are larger outgrow activations.
 _SMALL = 8  # A value is small beside one that has so many times more numbers.
 _DEEPEST = 100  # equations between a root and a value
 _ZERO, _POSITIVE, _NEGATIVE = "zero", "positive", "negative"
@@ -94,7 +96,9 @@ class Need(NamedTuple):
 
 
 class Roots:
-    """The roots of an open jaxpr, whose inputs are "param", "alive" or "data".
+    """The roots of an open jaxpr, whose inputs are "param", "alive", "large" or "data".
+
+    A large one is a constant with numbers that outgrow activations, as a mask.
 
     `wanted` are the values that `program`, its backward pass, reads. Calls are inlined.
     """
@@ -118,7 +122,14 @@ class Roots:
         inputs, kinds = [*jaxpr.constvars, *jaxpr.invars], [*kinds]
         kinds = ["param"] * len(jaxpr.constvars) + kinds
         self.facts: dict[Any, Fact] = {
-            var: Fact(frozenset({var}), ALIKE, var, _is_thin(var), x == "param", False)
+            var: Fact(
+                frozenset({var}),
+                ROUGH if x == "large" else ALIKE,
+                var,
+                _is_thin(var),
+                x == "param",
+                False,
+            )
             for var, x in zip(inputs, kinds, strict=True)
         }
         self._data = {
@@ -142,10 +153,11 @@ class Roots:
         if is_var(atom):
             return self.facts[atom]
         signs = {*np.sign(np.ravel(np.asarray(atom.val, np.float32))).tolist()}
+        sizes = ROUGH if is_large(atom.val) else BOUNDED
         found = (
             {0: _ZERO, 1: _POSITIVE, -1: _NEGATIVE}.get(signs.pop()) if signs else None
         )
-        return Fact(frozenset(), BOUNDED, None if signs else found, True, True, False)
+        return Fact(frozenset(), sizes, None if signs else found, True, True, False)
 
     # --- From operands to results ---
 
@@ -191,6 +203,8 @@ class Roots:
             return BOUNDED
         if name in PRODUCTS:
             return ALIKE
+        if name in _MIXES and most >= BY_ROW and not all(x.is_row for x in reads):
+            return ROUGH
         if name == "div" and reads[1].is_row:
             is_number = _size(eqn.invars[1]) == 1
             return reads[0].sizes if is_number else max(reads[0].sizes, BY_ROW)
@@ -330,7 +344,7 @@ class Roots:
         is_kept = is_forward and has_data and self._is_stored(eqn, outs[0], need)
         reads = [*map(self.fact, eqn.invars)]
         asked = None if is_kept else self._operands(eqn, outs[0], reads, need)
-        can_keep = is_forward and has_data and all(_fits(x, need) for x in outs)
+        can_keep = is_forward and has_data and all(self._fits(x, need) for x in outs)
         if asked is None and (is_kept or can_keep):
             self.roots.update(dict.fromkeys(outs))
             self.needs.update(dict.fromkeys(outs, need))
@@ -431,7 +445,16 @@ class Roots:
         name = self.maker[root].primitive.name if root in self.maker else ""
         is_listed = not name or name in _CODED or name in _AGAIN
         is_listed &= not self.facts[root].is_param
-        return is_listed and _fits(root, self.needs[root])
+        return is_listed and self._fits(root, self.needs[root])
+
+    def _fits(self, var: Any, need: Need) -> bool:
+        """Returns whether codes of a value save memory and have its blocks where needed."""
+        is_right = not need.why and jnp.issubdtype(var.aval.dtype, jnp.floating)
+        is_right = is_right and can_code(var.aval)
+        name = self.maker[var].primitive.name if var in self.maker else ""
+        # As a sum with a mask of large numbers.
+        is_right = is_right and (name not in _BEARS or self.facts[var].sizes < ROUGH)
+        return is_right and (not need.by_row or axis_of(var.aval) == var.aval.ndim - 1)
 
     def of(self, wanted: Sequence[Any], form: str) -> list[Any]:
         """Returns the roots of values, and tells the report how large ones are kept."""
@@ -457,16 +480,14 @@ class Roots:
                 recording.residuals.append(told)
 
 
+def is_large(x: Any) -> bool:
+    """Returns whether an array has numbers that outgrow activations."""
+    return not np.all(np.abs(np.asarray(x, np.float32)) <= _LARGE)
+
+
 def is_var(atom: Any) -> bool:
     """Returns whether an atom of a jaxpr is a variable."""
     return not isinstance(atom, Literal)
-
-
-def _fits(var: Any, need: Need) -> bool:
-    """Returns whether codes of a value save memory and have its blocks where needed."""
-    is_right = not need.why and jnp.issubdtype(var.aval.dtype, jnp.floating)
-    is_right = is_right and can_code(var.aval)
-    return is_right and (not need.by_row or axis_of(var.aval) == var.aval.ndim - 1)
 
 
 def _size(atom: Any) -> int:

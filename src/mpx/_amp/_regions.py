@@ -60,7 +60,6 @@ _LINEAR = that("linear").union(CALLS)
 # Linear between steps; a relu is a call.
 _PIECEWISE = _LINEAR | that("pieces", "steps") | {"custom_jvp_call"}
 _STEPS = that("steps")
-_TAME = that("tame", "scales", "bounded")
 _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min argmax argmin"))
 _SMALL = 8  # A reduction over so many numbers is kept for the backward pass.
 
@@ -90,14 +89,11 @@ def again(
         for x, y, z in zip(values, held, shared, strict=True)
     ]
 
-    if func.keeps is None and not func.is_exact:
-        return func.run(*wide)
     if func.keeps is None:
-        pairs = zip(wide, low, strict=True)
-        return func.run(*[x if y is None else _rounded(x, y.dtype) for x, y in pairs])
+        return func.read(low, wide)
     # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
     # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
-    call = jax.checkpoint(func.on_stored, prevent_cse=True, policy=func.keeps)
+    call = jax.checkpoint(func.read, prevent_cse=True, policy=func.keeps)
     return call(low, wide)
 
 
@@ -112,8 +108,8 @@ def _held_as(low: Any, wide: Any, is_exact: bool) -> Any:
 def _rounded(x: Any, dtype: Any) -> Any:
     """Returns f32 numbers that 16 bits hold, and makes XLA round them.
 
-    In the forward pass it leaves the rounding out, and sums of exponentials that are kept for
-    the backward pass would be those of other numbers than the array that is read there.
+    In the forward pass it leaves the rounding out, and sums that are kept for the backward
+    pass would be those of other numbers than the array that is read there.
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
@@ -146,14 +142,12 @@ class Region:
     ) -> None:
         """Takes which results are kept for the backward pass; `None` if it is linear.
 
-        `is_exact` says that XLA may not leave out the rounding of what it reads: sums that
-        are kept, as of exponentials, are far from those of numbers a rounding away.
+        `is_exact` says that XLA may not leave out the rounding of what it reads.
         """
-        self.run, self.keeps, self.is_exact = run, keeps, is_exact
+        self.keeps = keeps
         # One object for regions that are alike: JAX traces it once.
-        self.on_stored = lambda low, wide: run(
-            *[_held_as(x, y, is_exact) for x, y in zip(low, wide, strict=True)]
-        )
+        held = functools.partial(_held_as, is_exact=is_exact)
+        self.read = lambda low, wide: run(*map(held, low, wide))
 
 
 class Part(NamedTuple):
@@ -414,12 +408,10 @@ def _make(
     if all(_is_linear(x, _LINEAR) for x in steps):
         return Region(compute, None)
     kept = [_keeps(x.primitive, *[y.aval for y in x.invars], **x.params) for x in steps]
-    is_tame = all(_is_linear(x, _PIECEWISE) or x.primitive.name in _TAME for x in steps)
-    is_exact = any(kept) and not is_tame
     if has_codes:
-        return Region(compute, None, is_exact)
+        return Region(compute, None, any(kept))
     is_piecewise = all(_is_linear(x, _PIECEWISE) for x in steps)
-    return Region(compute, _keeps_steps if is_piecewise else _keeps, is_exact)
+    return Region(compute, _keeps_steps if is_piecewise else _keeps, any(kept))
 
 
 def _is_linear(eqn: Equation, known: frozenset[str]) -> bool:

@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
 from mpx._amp._codes import Coded, decode, encode, peaks
-from mpx._amp._needs import EXACT_NAME, PRODUCTS, IsExact, Roots, is_var
+from mpx._amp._needs import EXACT_NAME, PRODUCTS, IsExact, Roots, is_large, is_var
 from mpx._jax import _compat as compat
 from mpx._jax._compat import eval_equation, open_jaxpr
 from mpx._kernels._order import after
@@ -258,6 +258,7 @@ _STORED = (*PRODUCTS, *queries.ATTENTION, *queries.CROSS_ENTROPY, *_BODIES)
 def run_coded(
     run: Callable[[], Values],
     params: Sequence[PyTree],
+    inputs: Sequence[PyTree],
     form: str,
     is_kept: IsExact,
 ) -> Values:
@@ -267,8 +268,12 @@ def run_coded(
     made or read in scopes that are kept stays as it is.
     """
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)())
-    known = set(map(id, params))
+    known, given = set(map(id, params)), set(map(id, inputs))
     kinds = ["param" if id(x) in known else "alive" for x in consts]
+    for i, x in enumerate(consts):
+        is_known = id(x) in given or compat.is_tracer(x)
+        if not is_known and _is_float(x) and is_large(x):
+            kinds[i] = "large"
     body = compat.jaxpr_of([*jaxpr.constvars], [*jaxpr.outvars], [*jaxpr.eqns])
     is_exact = lambda eqn, scopes: EXACT_NAME in scopes or is_kept(eqn, scopes)  # noqa: E731
     coder = _Coder(form=form, is_exact=is_exact)

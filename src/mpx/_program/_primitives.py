@@ -12,7 +12,6 @@
 #   reused: it uses one number several times, so that its transpose sums
 #   sums: the result is a sum, or a product, of many numbers
 #   bounded: 16 bits hold the result, whatever the operand is
-#   tame: its relative error is a few times that of the operand, whatever that is
 #   new: the result is a new number, so that a literal need not be one of 16 bits
 #   solves: it is linear algebra, which may be singular
 _TABLE = """
@@ -36,7 +35,6 @@ reduce_prod cumprod cumlogsumexp | sums
 max min clamp abs sign | pieces
 eq ne lt le gt ge is_finite eq_to le_to lt_to | steps
 tanh logistic erf sin cos | bounded
-square integer_pow sqrt rsqrt cbrt reciprocal one_minus_square | tame
 cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr svd eig | solves
 eigh schur hessenberg tridiagonal tridiagonal_solve triangular_solve | solves
 custom_linear_solve linear_solve | solves
