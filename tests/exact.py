@@ -111,7 +111,7 @@ class Exact:
     def equation(self, eqn, read):
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
-            n, m = params["num_consts"], params["num_carry"]
+            n, m = scan_sizes(params)
             carry, stacks = read[n : n + m], []
             steps = range(params["length"])
             for i in reversed(steps) if params["reverse"] else steps:
@@ -250,6 +250,14 @@ def asks_f32(eqn):
     """Returns whether f32 is asked for."""
     highest = lax.Precision.HIGHEST
     return eqn.params.get("precision") in (highest, (highest, highest))
+
+
+def scan_sizes(params):
+    """Returns how many constants and carries a scan has, in any version of JAX."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = (len(list(group)) for group in params["ft_in"].unpack())
+    return consts, carry
 
 
 def terms(eqn):

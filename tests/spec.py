@@ -164,7 +164,7 @@ class Marker:
 
     def scan(self, params, read, kinds):
         """A carry is f32, as it may be a sum."""
-        n, m = params["num_consts"], params["num_carry"]
+        n, m = exact.scan_sizes(params)
         carried = [x if x == "kept" else "data" for x in kinds[n : n + m]]
         kinds = [*kinds[:n], *carried, *kinds[n + m :]]
         after = []

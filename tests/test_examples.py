@@ -109,7 +109,11 @@ def test_equinox_vit_learns_alike_in_f32_and_under_amp(capsys):
     assert f32 < 2.2
     assert f32 != amp
     assert abs(f32 - amp) < 0.03
-    assert "Matmul operations: 100.0 % in bf16" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    # Sums over the 4 tokens of this size are f32.
+    (share,) = re.findall(r"Matmul operations: (\S+) % in bf16", text)
+    assert float(share) > 95
+    assert "a sum of at most 4 products" in text
 
 
 @pytest.mark.slow
