@@ -25,7 +25,7 @@ import programs
 import spec
 from mpx.recipes import MXFP8, CurrentScaling
 
-PROGRAMS, FEW, PARTS = 80, 2, 20
+PROGRAMS, FEW, PARTS = 40, 2, 20
 DRAWS = 6
 RECIPES = {
     "current": "current",
