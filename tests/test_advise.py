@@ -149,6 +149,17 @@ def test_emulation_without_rounding_is_the_gradient():
     assert relative(grads, jax.tree.leaves(expected)) < 1e-5
 
 
+def test_emulation_keeps_roundings_that_the_function_writes():
+    def loss(params, x, y):
+        h = jax.lax.reduce_precision(x @ params["a"], 8, 7)
+        return jnp.mean(jnp.square(h @ params["b"] - y))
+
+    known = Study(loss, (PARAMS, X, Y), {}, formats=["bf16"]).emulation
+    expected = jax.jit(jax.grad(loss))(PARAMS, X, Y)
+    grads = known.gradient(Rounded())
+    assert relative(grads, jax.tree.leaves(expected)) < 1e-5
+
+
 def test_loops_that_are_not_looked_into_run_as_written_and_are_named():
     def loss(params, x, y):
         def step(state):

@@ -449,3 +449,19 @@ def test_what_a_norm_keeps_is_of_the_numbers_that_are_read_again():
     # Eagerly nothing leaves a rounding out.
     wanted = error(jax.grad(amp(loss))(params, x), exact)
     assert error(jax.jit(jax.grad(amp(loss)))(params, x), exact) < 1.5 * wanted
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 100.0])
+def test_a_norm_reads_numbers_of_any_size(size, dtype):
+    # Below 6e-5 the numbers of f16 are subnormal.
+    def loss(params, x):
+        h = x @ params["w"]
+        h = h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True))
+        return jnp.mean(h * jnp.arange(float(D))[None])
+
+    x, params = size * X, {"w": EYE}
+    grads = mpx.value_and_grad(amp(loss, dtype))(
+        mpx.StaticLossScaling(1.0), params, x
+    ).grads
+    assert error(grads, jax.grad(loss)(params, x)) < 0.02

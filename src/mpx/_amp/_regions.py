@@ -34,6 +34,7 @@ from mpx._amp._facts import (
 )
 from mpx._amp._hints import in_order_back, is_spread, run_region, sums_low
 from mpx._amp._layout import Layout, is_variable, joined
+from mpx._casting._context import STORED_SCOPE
 from mpx._jax._compat import (
     eval_equation,
     eval_jaxpr,
@@ -90,7 +91,11 @@ def again(
     ]
 
     if func.keeps is None:
-        return func.read(low, wide)
+        pairs = zip(wide, low, strict=True)
+        is_rounded = lambda y: func.is_exact and y is not None  # noqa: E731
+        return func.run(
+            *[_rounded(x, y.dtype) if is_rounded(y) else x for x, y in pairs]
+        )
     # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
     # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
     call = jax.checkpoint(func.read, prevent_cse=True, policy=func.keeps)
@@ -111,8 +116,10 @@ def _rounded(x: Any, dtype: Any) -> Any:
     In the forward pass it leaves the rounding out, and sums that are kept for the backward
     pass would be those of other numbers than the array that is read there.
     """
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
+    # With fewer bits for the exponent, XLA makes subnormal numbers 0: f16 holds those.
+    exponent_bits = jnp.finfo(F32).nexp
+    with jax.named_scope(STORED_SCOPE):
+        return lax.reduce_precision(x, exponent_bits, jnp.finfo(dtype).nmant)
 
 
 @_rounded.defjvp
@@ -144,7 +151,7 @@ class Region:
 
         `is_exact` says that XLA may not leave out the rounding of what it reads.
         """
-        self.keeps = keeps
+        self.run, self.keeps, self.is_exact = run, keeps, is_exact
         # One object for regions that are alike: JAX traces it once.
         held = functools.partial(_held_as, is_exact=is_exact)
         self.read = lambda low, wide: run(*map(held, low, wide))

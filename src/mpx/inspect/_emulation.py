@@ -21,6 +21,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp import amp
+from mpx._casting._context import STORED_SCOPE
 from mpx._casting._select import search
 from mpx._jax._compat import (
     Literal,
@@ -244,13 +245,6 @@ class Key(NamedTuple):
     is_eight: bool = False  # an operand that fp8 may quantise
 
 
-def _is_of_16_bits(eqn: Equation) -> bool:
-    """Returns whether an equation rounds to bf16 or f16, as `amp` does what it reads."""
-    sizes = eqn.params.get("exponent_bits"), eqn.params.get("mantissa_bits")
-    halves = (FORMATS["bf16"], FORMATS["f16"])
-    return sizes in [(x.exponent, x.mantissa) for x in halves]
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Rounding(Visitor):
     """Runs a gradient program in f32 and rounds by a table of formats."""
@@ -272,7 +266,7 @@ class _Rounding(Visitor):
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
         if name in HANDLERS or has_body(eqn) or (touched and name in _KERNELS):
             return self._as_written(op)
-        if name == "convert_element_type" or _is_of_16_bits(eqn):
+        if name == "convert_element_type" or STORED_SCOPE in op.scopes:
             return self._convert(op)
         if touched and name not in MOVES:
             return self._half(op, name)
@@ -309,8 +303,8 @@ class _Rounding(Visitor):
 
     def _convert(self, op: Op) -> Outcome:
         (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
-        if _is_of_16_bits(op.eqn):
-            return op.values, op.facts  # It was rounded where it was stored.
+        if primitive_name(op.eqn) == "reduce_precision":
+            return [x], [fact]  # It was rounded when it was stored.
         narrows = is_half(out.aval) and is_f32(var.aval)
         if narrows and (label_of(op.scopes)[1] or is_transposed(op.eqn)):
             return [x], [fact._replace(is_pending=True)]
