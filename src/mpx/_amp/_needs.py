@@ -61,7 +61,7 @@ _SMALL = 8  # A value is small beside one that has so many times more numbers.
 _DEEPEST = 100  # equations between a root and a value
 _ZERO, _POSITIVE, _NEGATIVE = "zero", "positive", "negative"
 _FLIPPED = {_POSITIVE: _NEGATIVE, _NEGATIVE: _POSITIVE, _ZERO: _ZERO}
-_UNLIKE = "it meets numbers of very unlike sizes"
+_UNLIKE = "one block would mix very large and very small numbers"
 BOUNDED, ALIKE, BY_ROW, ROUGH = range(4)
 """How the sizes of a block's numbers differ: they are bounded as those of activations, alike,
 alike within a row, or anything."""
@@ -96,9 +96,9 @@ class Need(NamedTuple):
 
 
 class Roots:
-    """The roots of an open jaxpr, whose inputs are "param", "alive", "large" or "data".
+    """The roots of an open jaxpr, whose inputs are "param", "alive", "constant" or "data".
 
-    A large one is a constant with numbers that outgrow activations, as a mask.
+    Constants may hold numbers of any size, such as a mask does.
 
     `wanted` are the values that `program`, its backward pass, reads. Calls are inlined.
     """
@@ -124,7 +124,7 @@ class Roots:
         self.facts: dict[Any, Fact] = {
             var: Fact(
                 frozenset({var}),
-                ROUGH if x == "large" else ALIKE,
+                ROUGH if x == "constant" and _size(var) > 1 else ALIKE,
                 var,
                 _is_thin(var),
                 x == "param",
@@ -153,7 +153,8 @@ class Roots:
         if is_var(atom):
             return self.facts[atom]
         signs = {*np.sign(np.ravel(np.asarray(atom.val, np.float32))).tolist()}
-        sizes = ROUGH if is_large(atom.val) else BOUNDED
+        is_large = not np.all(np.abs(np.asarray(atom.val, np.float32)) <= _LARGE)
+        sizes = ROUGH if is_large else BOUNDED
         found = (
             {0: _ZERO, 1: _POSITIVE, -1: _NEGATIVE}.get(signs.pop()) if signs else None
         )
@@ -478,11 +479,6 @@ class Roots:
                     f"{frames[0][1]}:{frames[0][2]}" if frames else "an input",
                 )
                 recording.residuals.append(told)
-
-
-def is_large(x: Any) -> bool:
-    """Returns whether an array has numbers that outgrow activations."""
-    return not np.all(np.abs(np.asarray(x, np.float32)) <= _LARGE)
 
 
 def is_var(atom: Any) -> bool:

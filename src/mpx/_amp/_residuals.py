@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
 from mpx._amp._codes import Coded, decode, encode, peaks
-from mpx._amp._needs import EXACT_NAME, PRODUCTS, IsExact, Roots, is_large, is_var
+from mpx._amp._needs import EXACT_NAME, PRODUCTS, IsExact, Roots, is_var
 from mpx._jax import _compat as compat
 from mpx._jax._compat import eval_equation, open_jaxpr
 from mpx._kernels._order import after
@@ -120,7 +120,7 @@ def _keep(search: Roots, root: Any, x: Array, form: str) -> tuple[Array, PyTree]
     if root in search.maker and search.maker[root].primitive.name in PRODUCTS:
         # So XLA makes the codes in the kernel that reads the matmul for the model.
         x, peak = lax.optimization_barrier((x, peak))
-    # Tiny numbers of which no sign is asked become 0: those of a softmax add up.
+    # Tiny numbers become 0 unless a derivative reads their sign: those of a softmax add up.
     signed = search.needs[root].is_signed
     return x, encode(_once(x), form, keeps_signs=signed, peak=peak)
 
@@ -268,12 +268,9 @@ def run_coded(
     made or read in scopes that are kept stays as it is.
     """
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(run)())
-    known, given = set(map(id, params)), set(map(id, inputs))
-    kinds = ["param" if id(x) in known else "alive" for x in consts]
-    for i, x in enumerate(consts):
-        is_known = id(x) in given or compat.is_tracer(x)
-        if not is_known and _is_float(x) and is_large(x):
-            kinds[i] = "large"
+    kind_of = dict.fromkeys(map(id, inputs), "alive")
+    kind_of.update(dict.fromkeys(map(id, params), "param"))
+    kinds = [kind_of.get(id(x), "constant") for x in consts]
     body = compat.jaxpr_of([*jaxpr.constvars], [*jaxpr.outvars], [*jaxpr.eqns])
     is_exact = lambda eqn, scopes: EXACT_NAME in scopes or is_kept(eqn, scopes)  # noqa: E731
     coder = _Coder(form=form, is_exact=is_exact)
