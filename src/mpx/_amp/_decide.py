@@ -233,7 +233,7 @@ def _decide_cross_entropy(amp: Settings, op: Op, region: Region) -> Choice:
 
 
 _SPECIAL: dict[str, Callable[[Settings, Op, Region], Choice]] = {
-    # An `amp` inside this one has been here.
+    # An inner `amp` already handled these.
     **dict.fromkeys(ATTENTION, lambda *_: Choice("original")),
     **dict.fromkeys(CROSS_ENTROPY, _decide_cross_entropy),
     **dict.fromkeys(

@@ -1,12 +1,7 @@
 """Autocast: evaluates a jaxpr again, each equation as it was decided: the step "emit".
 
-A function is traced at its own dtypes, so that whatever it checks and assumes holds; then its
-equations are run one by one. Values that it holds in f32 may be held in the compute dtype
-between them.
-
-A sum in the backward pass is made in f32. It is the transpose of an operation that uses one
-number several times, so such operations run in f32 where their operand is held in 16 bits,
-and their result is rounded after: see `SUMMED`.
+A function is traced at its own dtypes, so that whatever it checks and assumes holds. Then
+borders run one by one, here, and regions as one function each: see `_layout` and `_regions`.
 """
 
 import contextlib
