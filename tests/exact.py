@@ -237,6 +237,45 @@ def variables(atoms):
     return {v for v in atoms if not hasattr(v, "val")}
 
 
+def inlined(jaxpr, consts=()):
+    """Returns an open jaxpr, of which jitted functions are a part, and its constants."""
+    if hasattr(jaxpr, "jaxpr"):
+        jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+    if not any(_is_jitted(eqn) for eqn in jaxpr.eqns):
+        return jaxpr, consts
+
+    def run(jaxpr, consts, *args):
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        known = dict(zip(variables, [*consts, *args], strict=True))
+        look = lambda v: v.val if hasattr(v, "val") else known[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            read = [look(v) for v in eqn.invars]
+            if _is_jitted(eqn):
+                inner = eqn.params["jaxpr"]
+                opened = (
+                    (inner.jaxpr, inner.consts)
+                    if hasattr(inner, "jaxpr")
+                    else (inner, ())
+                )
+                outs = run(*opened, *read)
+            else:
+                outs = eqn.primitive.bind(
+                    *read, **eqn.primitive.get_bind_params(eqn.params)
+                )
+                outs = outs if eqn.primitive.multiple_results else [outs]
+            known |= dict(zip(eqn.outvars, outs, strict=True))
+        return [look(v) for v in jaxpr.outvars]
+
+    new = jax.make_jaxpr(lambda *args: run(jaxpr, consts, *args))(
+        *[v.aval for v in jaxpr.invars]
+    )
+    return (new.jaxpr, new.consts) if hasattr(new, "jaxpr") else (new, ())
+
+
+def _is_jitted(eqn):
+    return eqn.primitive.name == "jit" and eqn.params["name"] != "own_rule"
+
+
 @jax.custom_vjp
 def stored_back(x):
     """Rounds the cotangent of a layer with a bias: it is stored, and read by two gradients."""

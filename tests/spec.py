@@ -105,8 +105,7 @@ class Marker:
 
     def run(self, jaxpr, args, kinds, consts=()):
         """Returns results and their kinds."""
-        if hasattr(jaxpr, "jaxpr"):
-            jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+        jaxpr, consts = exact.inlined(jaxpr, consts)
         stored, solved = stored_in(jaxpr), before_algebra(jaxpr)
         kinds = [*["data"] * len(consts), *kinds]
         values = zip([*consts, *args], kinds, strict=True)

@@ -90,6 +90,18 @@ def test_an_offset_after_a_matmul_is_not_rounded_before_the_loss(name):
     assert error(grads, wide) < 2.0**-7
 
 
+def test_an_offset_before_a_jitted_helper_with_a_matmul_is_not_rounded():
+    # `jnp.corrcoef` is jitted, and multiplies what it has centred.
+    func = lambda p, x: jnp.corrcoef(x @ p["w"] + p["b"])  # noqa: E731
+    params = {"w": EYE, "b": jnp.full((1, D), 300.3)}
+
+    def loss(params, x):
+        return jnp.sum(func(params, x) * (X @ X.T))
+
+    grads = jax.grad(amp(loss))(params, EXACT)
+    assert error(grads, jax.grad(loss)(params, EXACT)) < 2.0**-6
+
+
 STORED = {
     "a matmul": (lambda p, x: x @ p["w"], "bfloat16"),
     "a bound of 16 bits": (lambda p, x: jnp.clip(x @ p["w"], -1.0, 1.0), "bfloat16"),

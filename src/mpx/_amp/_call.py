@@ -45,7 +45,6 @@ from mpx._jax import _nnx
 from mpx._jax._compat import (
     Literal,
     convert_dtype,
-    nothing_is_traced,
     open_jaxpr,
 )
 from mpx._jax._frameworks import (
@@ -59,7 +58,6 @@ from mpx._jax._frameworks import (
 from mpx._jax._tree import LeafName, is_array
 from mpx._jax._warn import warn
 from mpx._program._interpreter import (
-    Rewritten,
     Traced,
     Transformation,
     as_results,
@@ -67,9 +65,6 @@ from mpx._program._interpreter import (
 )
 
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
-_MOST_REMEMBERED = 1000
-Remembered = dict[Any, Rewritten]
-"""Rewritten jaxprs of earlier calls outside all transformations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,11 +92,6 @@ class Options:
         )
 
 
-@functools.lru_cache(maxsize=64)
-def _remembered(autocast: Any, dtype: np.dtype, reduce: Reduce) -> Remembered:
-    return {}
-
-
 def under_amp(
     func: Callable[..., PyTree], autocast: Callable[[], Autocast]
 ) -> Callable[..., PyTree]:
@@ -115,9 +105,8 @@ def under_amp(
         if recording is not None:
             visitor.decisions = recording.decisions
             recording.casts.append((visitor.dtype, visitor.rules))
-        eager = _remembered(autocast, visitor.dtype, visitor.reduce)
         with scope_of_amp():
-            return call_through(visitor, func, args, kwargs, eager=eager)
+            return call_through(visitor, func, args, kwargs)
 
     # The gradient functions and inspection ask for it.
     setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
@@ -171,7 +160,6 @@ def call_through(
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
     *,
-    eager: Remembered | None = None,
     describe: Describe | None = None,
 ) -> PyTree:
     """Calls a function through a visitor."""
@@ -191,7 +179,7 @@ def call_through(
 
     def pure(func: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         call = Call(func, args, kwargs, held)
-        return _call_pure(visitor, call, eager, describe)
+        return _call_pure(visitor, call, describe)
 
     if "haiku" in sys.modules:
         refuse_haiku()
@@ -208,7 +196,6 @@ def call_through(
 def _call_pure(
     visitor: Transformation,
     call: Call,
-    eager: Remembered | None,
     describe: Describe | None,
 ) -> PyTree:
     """Calls a function that changes nothing but its results; arguments as above."""
@@ -231,13 +218,6 @@ def _call_pure(
 
     kept_types = visitor.kept_types
     kept = calls_marked(kept_types) if kept_types else contextlib.nullcontext()
-    # What a type selects is not part of the names by which programs are remembered.
-    if eager is not None and nothing_is_traced() and not kept_types:
-        # The function is traced anew, since what it closes over may have changed; but
-        # the jitted functions inside it, once rewritten, stay the same programs.
-        visitor.cache = eager
-        if len(eager) > _MOST_REMEMBERED:
-            eager.clear()
     low = [i for i, x in enumerate(arrays) if is_low(x) and visitor.widens_params]
     with visitor.tracing(), kept:
         (body, consts), widened, dtypes = _trace(flat, arrays, low, roles)

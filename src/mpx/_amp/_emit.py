@@ -25,6 +25,7 @@ from mpx._amp._decide import (
     highest_is_the_default,
     kind_of,
     no_grouped_kernel,
+    place_of,
     stays_f32,
 )
 from mpx._amp._facts import (
@@ -50,11 +51,12 @@ from mpx._amp._rules import (
 )
 from mpx._casting._context import COMPUTE, in_gradient_function, under_amp
 from mpx._jax._compat import (
-    Literal,
     bind,
     eval_equation,
+    is_plain_call,
     open_jaxpr,
     scan_sizes,
+    scopes_of,
     source_frames,
 )
 from mpx._jax._warn import warn
@@ -73,7 +75,6 @@ from mpx._program._interpreter import (
     arrays_of,
     as_array,
     rewrite,
-    types_of,
 )
 from mpx._program._primitives import that
 from mpx._program._queries import (
@@ -82,7 +83,7 @@ from mpx._program._queries import (
     Equation,
     Verdict,
     every_use,
-    readers,
+    inlined,
 )
 from mpx._wire._product import Multiply, multiply_for, plain_multiply
 
@@ -179,6 +180,18 @@ class Autocast(Settings):
         if layout is None or not layout.reached:
             return ()
         return reached_inside(eqn, [layout.reached.get(x) for x in eqn.outvars])
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Any, args: Any, facts: Any, scopes: Scopes
+    ) -> Outcome:
+        # A jitted function stores nothing: regions reach into it. A rule is a border.
+        def is_inlined(eqn: Equation) -> bool:
+            around = scopes + scopes_of(eqn)
+            is_call = eqn.primitive.name != "custom_jvp_call" and is_plain_call(eqn)
+            is_border = is_call and place_of(self, eqn, around) == "stored"
+            return is_border and self.region_rule(eqn, around) is None
+
+        return super().run(inlined(jaxpr, is_inlined), consts, args, facts, scopes)
 
     def run_equations(self, scopes: Scopes) -> None:
         """Runs regions and borders."""
@@ -357,37 +370,6 @@ def _cross_entropy(amp: Settings, op: Op, rule: Rule) -> Values:
 # --- Bodies ---------------------------------------------------------------------------
 
 
-def _jit(amp: Autocast, op: Op) -> Outcome:
-    eqn, values = op.eqn, arrays_of(op.values)
-    body, _ = open_jaxpr(eqn.params["jaxpr"])
-    new, _ = rewrite(amp, op, eqn.params["jaxpr"], types_of(values), op.facts)
-    # Cast outside, such a value shares its f32 version with the equations there.
-    values = [
-        amp.widen(value) if is_wide else value
-        for value, is_wide in zip(values, _read_in_f32_only(new, body), strict=True)
-    ]
-    return HANDLERS["jit"](amp, op._replace(values=values))
-
-
-def _read_in_f32_only(jaxpr: Jaxpr, before: Jaxpr) -> list[bool]:
-    """Returns for each input whether all that happens to it is one cast back to f32."""
-    body, _ = open_jaxpr(jaxpr)
-    found = readers(body.eqns)
-    reading = [[eqn for eqn, _ in found.get(var, ())] for var in body.invars]
-    returned = [atom for atom in body.outvars if not isinstance(atom, Literal)]
-    return [
-        len(equations) == 1
-        and equations[0].primitive.name == "convert_element_type"
-        and is_eligible(equations[0].outvars[0].aval)
-        and is_eligible(old.aval)
-        and var.aval.dtype != F32
-        and var not in returned
-        for old, var, equations in zip(
-            before.invars, body.invars, reading, strict=False
-        )
-    ]
-
-
 def _scan(amp: Autocast, op: Op) -> Outcome:
     values, params = arrays_of(op.values), op.eqn.params
     body, _ = open_jaxpr(params["jaxpr"])
@@ -460,8 +442,6 @@ def _body(amp: Autocast, op: Op, rule: None) -> Outcome:
 
 
 _BODIES: dict[str, Callable[[Autocast, Op], Outcome]] = {
-    "jit": _jit,
-    "pjit": _jit,
     "scan": _scan,
     "custom_jvp_call": _custom_jvp,
 }

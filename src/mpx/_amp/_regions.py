@@ -91,11 +91,9 @@ def again(
     ]
 
     if func.keeps is None:
-        pairs = zip(wide, low, strict=True)
-        is_rounded = lambda y: func.is_exact and y is not None  # noqa: E731
-        return func.run(
-            *[_rounded(x, y.dtype) if is_rounded(y) else x for x, y in pairs]
-        )
+        dtypes = [y.dtype if func.is_exact and y is not None else None for y in low]
+        pairs = zip(wide, dtypes, strict=True)
+        return func.run(*[x if y is None else _rounded(x, y) for x, y in pairs])
     # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
     # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
     call = jax.checkpoint(func.read, prevent_cse=True, policy=func.keeps)

@@ -32,7 +32,7 @@ from mpx._program import HANDLERS
 from mpx._program import _interpreter as interpreter
 from mpx._program import _queries as queries
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Values, types_of
-from mpx._program._queries import Equation, names
+from mpx._program._queries import names
 
 _once = compat.undifferentiable(
     "`amp(residuals=...)` has no second derivatives: codes are constants to JAX. Take them "
@@ -70,7 +70,7 @@ def _custom(
             structure[:] = [jax.tree.structure(pushforward)]
             return outs, jax.tree.leaves(pushforward)
 
-        new, consts = open_jaxpr(_flat(jax.make_jaxpr(linear)(*types_of(args)), _CALLS))
+        new, consts = _flat(jax.make_jaxpr(linear)(*types_of(args)))
         wanted, types = new.outvars[count:], types_of([args[i] for i in free])
 
         def transpose(chosen: Sequence[int], arriving: Values) -> Jaxpr:
@@ -87,7 +87,7 @@ def _custom(
             return jax.make_jaxpr(transposed)([x.aval for x in wanted], arriving)
 
         complete = transpose(smooth, [new.outvars[i].aval for i in smooth])
-        readers, _ = open_jaxpr(_flat(complete, (*_CALLS, *queries.REMAT)))
+        readers, _ = _flat(complete, queries.REMAT)
         search = Roots(new, kinds, wanted, readers, is_exact)
         roots = search.of(wanted, form)
         inputs = [*new.constvars, *new.invars]
@@ -248,8 +248,8 @@ def _before_casts(jaxpr: Jaxpr) -> set[Any]:
 
 # --- The whole function ---------------------------------------------------------------
 
-_CALLS = names("jit pjit closed_call custom_jvp_call")
 _BODIES = names("scan cond shard_map")
+_JITS = names("jit pjit")
 # Their derivatives are kernels or rules of the user's, of which nothing is known.
 _OPAQUE = (*queries.ATTENTION, *queries.CROSS_ENTROPY, "custom_vjp_call")
 _STORED = (*PRODUCTS, *queries.ATTENTION, *queries.CROSS_ENTROPY, *_BODIES)
@@ -277,32 +277,11 @@ def run_coded(
     return coder.run(body, (), consts, kinds, ())[0]
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _Flat(interpreter.Visitor):
-    """Inlines calls."""
-
-    calls: Sequence[str]
-
-    def equation(self, op: Op) -> Outcome:
-        name, count = op.eqn.primitive.name, len(op.values)
-        if name in self.calls and (name not in ("jit", "pjit") or _is_plain(op.eqn)):
-            body, consts = open_jaxpr(queries.called(op.eqn))
-            return self.run(body, consts, op.values, [None] * count, op.scopes)
-        outs = eval_equation(op.eqn, op.values)
-        return outs, [None] * len(outs)
-
-
-def _flat(jaxpr: Jaxpr, calls: Sequence[str]) -> Jaxpr:
-    """Returns a closed jaxpr with its calls inlined."""
+def _flat(jaxpr: Jaxpr, also: Sequence[str] = ()) -> tuple[Jaxpr, Sequence[PyTree]]:
+    """Returns a jaxpr with its calls inlined, open, and its constants."""
     body, consts = open_jaxpr(jaxpr)
-    if not queries.holds(jaxpr, calls):
-        return jaxpr
-
-    def run(*args: PyTree) -> Values:
-        outs, _ = _Flat(calls=calls).run(body, consts, args, [None] * len(args), ())
-        return interpreter.as_results(outs, body.outvars)
-
-    return jax.make_jaxpr(run)(*jaxpr.in_avals)
+    is_call = lambda eqn: compat.is_plain_call(eqn) or eqn.primitive.name in also  # noqa: E731
+    return queries.inlined(body, is_call), consts
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -317,9 +296,11 @@ class _Coder(interpreter.Visitor):
         self, jaxpr: Jaxpr, consts: Any, args: Any, facts: Any, scopes: Any
     ) -> Outcome:
         count, inputs = len(consts), [*consts, *args]
+        is_jit = lambda eqn: eqn.primitive.name in _JITS and compat.is_plain_call(eqn)  # noqa: E731
+        plain = queries.inlined(jaxpr, is_jit)
 
         def inlined(*args: PyTree) -> Values:
-            outs, _ = self.inline(jaxpr, args[:count], args[count:], facts, scopes)
+            outs, _ = self.inline(plain, args[:count], args[count:], facts, scopes)
             return interpreter.as_results(outs, jaxpr.outvars)
 
         traced = jax.make_jaxpr(inlined)(*types_of(inputs))
@@ -338,15 +319,13 @@ class _Coder(interpreter.Visitor):
         return fact if kind in ("operand", "slice") else self.unknown
 
     def equation(self, op: Op) -> Outcome:
-        (eqn, values, facts, scopes), name = op, op.eqn.primitive.name
-        if name in ("jit", "pjit") and _is_plain(eqn):
-            return self.inline(*open_jaxpr(eqn.params["jaxpr"]), values, facts, scopes)
+        (eqn, values, facts, _), name = op, op.eqn.primitive.name
         if name == "scan":
             # Its constants are kept once, by the function around it.
             count, _ = compat.scan_sizes(eqn.params)
             kept = ["alive" if x == "data" else x for x in facts[:count]]
             op = op._replace(facts=kept + facts[count:])
-        if name in (*_BODIES, "jit", "pjit"):
+        if name in (*_BODIES, *_JITS):
             return HANDLERS[name](self, op)
         scope = contextlib.nullcontext()
         if name in _OPAQUE:
@@ -358,12 +337,6 @@ class _Coder(interpreter.Visitor):
             outs = eval_equation(eqn, values)
         is_param = all(fact == "param" for fact in facts)
         return outs, ["param" if is_param else self.unknown] * len(outs)
-
-
-def _is_plain(eqn: Equation) -> bool:
-    """Returns whether a jitted function can be inlined: it asks for no shardings."""
-    asked = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return all(x is compat.unspecified_sharding() for x in asked)
 
 
 def _is_float(x: Any) -> bool:

@@ -202,7 +202,6 @@ class Fp8Function(Generic[P, R]):
             )
         functools.update_wrapper(self, func)
         self.func, self.chosen = func, chosen
-        self._eager: dict[Any, Any] = {}
         self.has_state = isinstance(chosen.recipe, DelayedScaling)
         self.mpx_has_scales = self.has_state  # the gradient functions ask for it
         if self.has_state:
@@ -240,11 +239,7 @@ class Fp8Function(Generic[P, R]):
     ) -> PyTree:
         visitor, inner = self.visitor(func)
         visitor.scales = scales
-        # What was rewritten for one dtype is not for another.
-        key, eager = (visitor.dtype, visitor.reduce), None
-        if scales is None:
-            eager = self._eager.setdefault(key, {})
-        out = call_through(visitor, inner, args, kwargs, eager=eager)
+        out = call_through(visitor, inner, args, kwargs)
         if scales is not None:
             found = {path: probe.shape[:-1] for path, (_, probe) in scales.items()}
             check_keys(visitor.places, found)

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from mpx._amp._decide import Choice
 from mpx._amp._emit import Autocast, low_operands
-from mpx._amp._facts import DATA, Source
+from mpx._amp._facts import DATA
 from mpx._amp._hints import exchanged, outputs_first
 from mpx._amp._rules import Rule
 from mpx._casting._context import AMP_SCOPE, plain_matmuls, weight_grad_dtype
@@ -48,7 +48,7 @@ from mpx._jax._formats import short_name
 from mpx._jax._sharding import in_auto_axes
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
-from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Traced, Values
+from mpx._program._interpreter import Op, Outcome, Scopes, Traced, Values
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
@@ -168,18 +168,11 @@ class Fp8Autocast(Autocast):
 
     # --- equations --------------------------------------------------------------------
 
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[PyTree],
-        args: Sequence[PyTree],
-        facts: Sequence[Source],
-        scopes: Scopes,
-    ) -> Outcome:
+    def run_equations(self, scopes: Scopes) -> None:
         outer = self._uses
-        self._uses = uses_of(jaxpr, self._results) if self._is_open else {}
+        self._uses = uses_of(self.frame.jaxpr, self._results) if self._is_open else {}
         try:
-            return super().run(jaxpr, consts, args, facts, scopes)
+            super().run_equations(scopes)
         finally:
             self._uses = outer
 

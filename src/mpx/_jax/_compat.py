@@ -29,6 +29,7 @@ from mpx._jax._private import (
 )
 from mpx._jax._private import Literal as Literal
 from mpx._jax._private import Primitive as Primitive
+from mpx._jax._private import Var as Var
 from mpx._jax._private import eval_jaxpr as eval_jaxpr
 from mpx._jax._warn import warn
 
@@ -125,12 +126,6 @@ def is_differentiated(x: object) -> bool:
     while isinstance(x, tracer_type("vmap")):
         x = getattr(x, "val", None)
     return isinstance(x, (tracer_type("grad"), tracer_type("jvp")))
-
-
-def nothing_is_traced() -> bool:
-    """Returns whether no JAX transformation is running; `False` if JAX cannot tell."""
-    names = private("trace_state")
-    return names is not None and names.trace_state_clean()
 
 
 def unpacking_targets() -> int | None:
@@ -500,6 +495,16 @@ def has_shardings(params: dict[str, Any]) -> bool:
     """Returns whether a jit equation says how its arguments or its results are sharded."""
     given = (*params["in_shardings"], *params["out_shardings"])
     return any(sharding is not unspecified_sharding() for sharding in given)
+
+
+def is_plain_call(eqn: Any) -> bool:
+    """Returns whether an equation is a call that says nothing but what it computes."""
+    # Such an effect is told by the position of an argument.
+    if any(hasattr(effect, "input_index") for effect in eqn.effects):
+        return False
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return eqn.primitive.name in ("closed_call", "custom_jvp_call")
+    return not (has_shardings(eqn.params) or eqn.params["compiler_options_kvs"])
 
 
 def has_explicit_axes(mesh: Any) -> bool:

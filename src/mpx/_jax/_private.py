@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
 from jax.extend.source_info_util import current_name_stack as current_name_stack
 from jax.extend.source_info_util import user_context as user_context
 
@@ -35,10 +36,6 @@ FEATURES = {
     "source": (
         "reports show no source lines, and rules for functions have no effect",
         "jax._src.source_info_util: user_frames",
-    ),
-    "trace_state": (
-        "`amp` outside `jit` rewrites jitted functions anew on each call",
-        "jax._src.core: trace_state_clean",
     ),
     "primitive_names": (
         "rules can name the primitives of `jax.lax` only; pass others as objects",

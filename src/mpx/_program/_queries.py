@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from mpx._jax._compat import (
     JAXPRS,
     Literal,
+    Var,
     hi_jaxpr,
     is_transposed,
     open_jaxpr,
@@ -75,6 +76,36 @@ def called(eqn: Equation) -> PyTree:
         sizes = len(body.invars), len(body.outvars)
         return inner[0] if sizes == (len(eqn.invars), len(eqn.outvars)) else None
     return None
+
+
+def inlined(jaxpr: Any, is_chosen: Callable[[Equation], bool]) -> Any:
+    """Returns an open jaxpr with what the chosen equations call as a part of it.
+
+    What closes over arrays of its own stays a call.
+    """
+    if not any(map(is_chosen, jaxpr.eqns)):
+        return jaxpr
+    eqns: list[Any] = []
+
+    def add(inner: Any, env: dict[Any, Any], stack: Any) -> list[Any]:
+        known = lambda x: x if isinstance(x, Literal) else env.get(x, x)  # noqa: E731
+        for eqn in inner.eqns:
+            new, info = eqn.replace(invars=[*map(known, eqn.invars)]), eqn.source_info
+            if stack is not None:  # Another call may be of the same jaxpr.
+                info = info.replace(name_stack=stack + info.name_stack)
+                outs = [Var(x.aval) for x in eqn.outvars]
+                new = new.replace(outvars=outs, source_info=info)
+            results: list[Any] = new.outvars
+            body, consts = open_jaxpr(called(eqn)) if is_chosen(new) else (None, ())
+            if body is not None and not (consts or body.constvars):
+                ins = dict(zip(body.invars, new.invars, strict=True))
+                results = add(body, ins, info.name_stack)
+            else:
+                eqns.append(new)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [*map(known, inner.outvars)]
+
+    return jaxpr.replace(outvars=add(jaxpr, {}, None), eqns=eqns)
 
 
 def has_body(eqn: Equation) -> bool:
