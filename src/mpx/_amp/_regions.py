@@ -16,7 +16,6 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
@@ -34,7 +33,6 @@ from mpx._amp._facts import (
 )
 from mpx._amp._hints import in_order_back, is_spread, run_region, sums_low
 from mpx._amp._layout import Layout, is_variable, joined
-from mpx._casting._context import STORED_SCOPE
 from mpx._jax._compat import (
     eval_equation,
     eval_jaxpr,
@@ -91,9 +89,7 @@ def again(
     ]
 
     if func.keeps is None:
-        dtypes = [y.dtype if func.is_exact and y is not None else None for y in low]
-        pairs = zip(wide, dtypes, strict=True)
-        return func.run(*[x if y is None else _rounded(x, y) for x, y in pairs])
+        return func.read(low if func.is_exact else [None] * len(low), wide)
     # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
     # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
     call = jax.checkpoint(func.read, prevent_cse=True, policy=func.keeps)
@@ -103,37 +99,25 @@ def again(
 def _held_as(low: Any, wide: Any, is_exact: bool) -> Any:
     if low is None:
         return wide
-    x = cast(low, F32) if wide is None else _derived(low, wide)
-    return _rounded(x, low.dtype) if is_exact else x
+    if wide is None and not is_exact:
+        return cast(low, F32)
+    return _derived(low, cast(low, F32) if wide is None else wide, is_exact)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(x: Any, dtype: Any) -> Any:
-    """Returns f32 numbers that 16 bits hold, and makes XLA round them.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _derived(low: Any, wide: Any, is_exact: bool) -> Any:
+    """Returns 16-bit numbers in f32, with the derivatives of the same numbers in f32.
 
-    In the forward pass it leaves the rounding out, and sums that are kept for the backward
-    pass would be those of other numbers than the array that is read there.
+    In the forward pass XLA leaves a rounding between two f32 numbers out, and sums that are
+    kept for the backward pass would be those of other numbers than the array read there.
     """
-    # With fewer bits for the exponent, XLA makes subnormal numbers 0: f16 holds those.
-    exponent_bits = jnp.finfo(F32).nexp
-    with jax.named_scope(STORED_SCOPE):
-        return lax.reduce_precision(x, exponent_bits, jnp.finfo(dtype).nmant)
-
-
-@_rounded.defjvp
-def _(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    return _rounded(primals[0], dtype), tangents[0]
-
-
-@jax.custom_jvp
-def _derived(low: Any, wide: Any) -> Any:
-    """Returns 16-bit numbers in f32, with the derivatives of the same numbers in f32."""
-    return low.astype(F32)
+    return (lax.optimization_barrier(low) if is_exact else low).astype(F32)
 
 
 @_derived.defjvp
-def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    return primals[0].astype(F32), tangents[1]  # so that no one reads the wide one
+def _(is_exact: bool, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    # Not of the wide one, so that no one reads it.
+    return _derived(primals[0], primals[0].astype(F32), is_exact), tangents[1]
 
 
 class Region:

@@ -121,8 +121,6 @@ _around = make_jit_context(False)
 under_amp = functools.partial(_around, True)
 """Says that what is traced is a function under `amp`."""
 AMP_SCOPE = "mpx.amp"
-STORED_SCOPE = "mpx.stored"
-"""Around the rounding of a number that was rounded when it was stored."""
 
 
 def scope_of_amp() -> contextlib.AbstractContextManager[object]:

@@ -21,7 +21,6 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp import amp
-from mpx._casting._context import STORED_SCOPE
 from mpx._casting._select import search
 from mpx._jax._compat import (
     Literal,
@@ -266,7 +265,7 @@ class _Rounding(Visitor):
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
         if name in HANDLERS or has_body(eqn) or (touched and name in _KERNELS):
             return self._as_written(op)
-        if name == "convert_element_type" or STORED_SCOPE in op.scopes:
+        if name == "convert_element_type":
             return self._convert(op)
         if touched and name not in MOVES:
             return self._half(op, name)
@@ -303,8 +302,6 @@ class _Rounding(Visitor):
 
     def _convert(self, op: Op) -> Outcome:
         (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
-        if primitive_name(op.eqn) == "reduce_precision":
-            return [x], [fact]  # It was rounded when it was stored.
         narrows = is_half(out.aval) and is_f32(var.aval)
         if narrows and (label_of(op.scopes)[1] or is_transposed(op.eqn)):
             return [x], [fact._replace(is_pending=True)]
