@@ -163,6 +163,26 @@ def test_gradients_are_off_by_less_than_a_code(name, form):
             assert off < CODE[form], key
 
 
+@pytest.mark.parametrize("keepdims", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 8.0])
+def test_the_stream_before_a_norm_by_two_moments_is_coded(offset, keepdims):
+    def loss(p, x):
+        # Rows of unlike sizes, of which Flax's norm takes the mean of squares.
+        h = (x + x @ p["w"]) * 10.0 ** jnp.linspace(0, 2, ROWS)[:, None] + offset
+        mean, square = (jnp.mean(x, -1, keepdims=keepdims) for x in (h, h * h))
+        scale = jax.lax.rsqrt(jnp.maximum(square - mean**2, 0) + 1e-6)
+        mean, scale = (x if keepdims else x[:, None] for x in (mean, scale))
+        return jnp.mean(jnp.tanh((h - mean) * scale @ p["v"]) * x)
+
+    func = mpx.amp(loss, rules="original", residuals="int8")
+    found, exact = (jax.jit(jax.grad(f))(PARAMS, X) for f in (func, loss))
+    for key, wanted in exact.items():
+        off = jnp.linalg.norm(found[key] - wanted) / jnp.linalg.norm(wanted)
+        assert off < CODE["int8"], key
+    kept = mpx.inspect.report(mpx.amp(loss, residuals="int8"), PARAMS, X).residuals
+    assert {row.format for row in kept} == {"int8"}
+
+
 MASKS = {
     "added": lambda h, fill: h + jnp.where(jnp.arange(h.shape[-1]) % 7 == 0, fill, 0.0),
     "selected": lambda h, fill: jnp.where(jnp.arange(h.shape[-1]) % 7 == 0, fill, h),

@@ -15,6 +15,7 @@ The readers are the equations of the backward pass.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -77,6 +78,7 @@ class Fact(NamedTuple):
     is_param: bool = False  # whether parameters and numbers alone enter
     is_linear: bool = True  # whether it is a gradient
     depth: int = 0  # equations since its origins
+    is_sum: bool = False  # whether it has the rows of another value, summed up
 
 
 class Need(NamedTuple):
@@ -152,8 +154,10 @@ class Roots:
         """Returns what is known of a value."""
         if is_var(atom):
             return self.facts[atom]
-        signs = {*np.sign(np.ravel(np.asarray(atom.val, np.float32))).tolist()}
-        is_large = not np.all(np.abs(np.asarray(atom.val, np.float32)) <= _LARGE)
+        is_number = atom.aval.dtype != jax.dtypes.float0
+        numbers = np.ravel(np.asarray(atom.val if is_number else 0, np.float32))
+        signs = {*np.sign(numbers).tolist()}
+        is_large = not np.all(np.abs(numbers) <= _LARGE)
         sizes = ROUGH if is_large else BOUNDED
         found = (
             {0: _ZERO, 1: _POSITIVE, -1: _NEGATIVE}.get(signs.pop()) if signs else None
@@ -187,6 +191,7 @@ class Roots:
                 all(x.is_param for x in reads),
                 is_linear,
                 0 if var in self._ends else depth,
+                _is_sum(eqn, reads, var),
             )
         if name == "sub" and self._is_mean(*eqn.invars[::-1]):
             self.centred.setdefault(eqn.invars[0], (eqn.outvars[0], eqn.invars[1]))
@@ -310,7 +315,10 @@ class Roots:
     def _require_all(self, eqn: Equation, asked: Sequence[Need]) -> None:
         for i, (atom, need) in enumerate(zip(eqn.invars, asked, strict=True)):
             # A gradient with one number for each row is a sum over rows, or spread over them.
-            is_sum = self.fact(atom).is_linear and _is_thin(eqn.outvars[0])
+            out = eqn.outvars[0]
+            is_sum = self.fact(atom).is_linear and (
+                _is_thin(out) or self.fact(out).is_sum
+            )
             is_moved = need.by_row and not (need.why or is_sum or _keeps_rows(eqn, i))
             self._require(atom, Need(_UNLIKE) if is_moved else need)
 
@@ -324,9 +332,10 @@ class Roots:
             return [Need()] * len(reads)
         if name != "mul":
             return [exact] * len(reads)
-        rough = Need(_UNLIKE)
+        # A sum over each row is a number for each row.
+        is_rough = lambda x: x.sizes == ROUGH and not all(y.is_sum for y in reads)  # noqa: E731
         return [
-            rough if x.sizes == ROUGH else Need("", x.sizes == BY_ROW)
+            Need(_UNLIKE) if is_rough(x) else Need("", x.sizes >= BY_ROW)
             for x in reads[::-1]
         ]
 
@@ -534,6 +543,16 @@ def _is_row(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
     is_alike = all(x.aval.ndim in (0, rank) for x in eqn.invars if name in _AGAIN)
     is_alike &= name in _AGAIN and name not in ("transpose", "reshape", "iota")
     return _is_thin(out) or (is_alike and all(x.is_row for x in reads))
+
+
+def _is_sum(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
+    """Returns whether a result has a number for each row, and no axis along the rows."""
+    name, rank = eqn.primitive.name, getattr(out.aval, "ndim", 0)
+    if name in _REDUCTIONS:
+        return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
+    is_moved = name in queries.MOVES and name != "convert_element_type"
+    is_alike = all(x.is_sum or not (x.origins or x.is_linear) for x in reads)
+    return name in _AGAIN and not is_moved and rank > 0 and is_alike
 
 
 def _keeps_rows(eqn: Equation, position: int) -> bool:
