@@ -547,13 +547,9 @@ def closes_over_jvp(head, x):
     return call(x)
 
 
-@pytest.mark.parametrize(
-    ("func", "error"),
-    [(closes_over_jvp, "Pass the value as an argument"), (closes_over, "closed-over")],
-    ids=["jvp", "vjp"],
-)
-def test_derivative_for_a_value_that_a_function_closes_over_is_refused(func, error):
-    with pytest.raises(Exception, match=error):
+@pytest.mark.parametrize("func", [closes_over_jvp, closes_over], ids=["jvp", "vjp"])
+def test_derivative_for_a_value_that_a_function_closes_over_is_refused(func):
+    with pytest.raises(NotImplementedError, match="Pass the value as an argument"):
         jax.grad(bf16(lambda head, x: jnp.sum(func(head, x))))(HEAD, START)
 
 

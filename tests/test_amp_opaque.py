@@ -181,6 +181,17 @@ def test_rule_that_closes_over_an_argument_is_refused(func, wrap):
     np.testing.assert_allclose(amp(func)(W, X), X @ W, atol=D * 2.0**-7)
 
 
+def test_rule_inside_a_loop_may_not_close_over_what_is_around_the_loop():
+    def func(w, x):
+        call = jax.custom_vjp(lambda x: x @ w)
+        call.defvjp(lambda x: (x @ w, None), lambda _, g: (g @ w.T,))
+        return lax.scan(lambda x, _: (call(x), None), x, length=2)[0]
+
+    grad = jax.jit(jax.grad(amp(lambda w, x: jnp.sum(func(w, x))), argnums=1))
+    with pytest.raises(NotImplementedError, match="Pass the array as an argument"):
+        grad(W, X)
+
+
 # --- Effects --------------------------------------------------------------------------
 
 

@@ -181,9 +181,7 @@ class Autocast(Settings):
             return ()
         return reached_inside(eqn, [layout.reached.get(x) for x in eqn.outvars])
 
-    def run(
-        self, jaxpr: Jaxpr, consts: Any, args: Any, facts: Any, scopes: Scopes
-    ) -> Outcome:
+    def prepared(self, jaxpr: Jaxpr, scopes: Scopes) -> Jaxpr:
         # A jitted function stores nothing: regions reach into it. A rule is a border.
         def is_inlined(eqn: Equation) -> bool:
             around = scopes + scopes_of(eqn)
@@ -191,7 +189,7 @@ class Autocast(Settings):
             is_border = is_call and place_of(self, eqn, around) == "stored"
             return is_border and self.region_rule(eqn, around) is None
 
-        return super().run(inlined(jaxpr, is_inlined), consts, args, facts, scopes)
+        return inlined(jaxpr, is_inlined)
 
     def run_equations(self, scopes: Scopes) -> None:
         """Runs regions and borders."""
@@ -429,7 +427,7 @@ def _custom_jvp(amp: Autocast, op: Op) -> Outcome:
     if amp.reduce != COMPUTE:
         # The rule is about tangents, which JAX may transpose: only plain matmuls.
         plain = dataclasses.replace(amp, reduce=COMPUTE, cache={})
-        plain.frame = amp.frame
+        plain.frame, plain.around = amp.frame, amp.around
         found = HANDLERS["custom_jvp_call"](plain, op)
         plain.frame = Frame()  # rules, which refer to the visitor, hold no values
         return found

@@ -10,7 +10,7 @@ of, so they hold types, never values: a value would be a leaked tracer.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ from mpx._program._interpreter import (
     types_of,
     with_dtype,
 )
-from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names
+from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names, sub_jaxprs
 
 
 def _body(visitor: Visitor, op: Op) -> tuple[Jaxpr, Facts, Values, Values]:
@@ -275,11 +275,20 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
 # --- Derivative rules -----------------------------------------------------------------
 
 
+def _variables(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yields the variables of an open jaxpr and of those inside it."""
+    yield from jaxpr.invars
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for inner in sub_jaxprs(eqn):
+            yield from _variables(inner)
+
+
 class _CustomCall:
     """A call of a function whose derivative rule is expanded at its dtypes and visited."""
 
     def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
-        self.visitor, self.eqn, self.around = visitor, op.eqn, visitor.frame.jaxpr
+        self.visitor, self.eqn, self.around = visitor, op.eqn, visitor.around
         self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
         found = (op.eqn.params.get(name) for name in ("call_jaxpr", "call"))
         self.jaxpr = next(filter(None, found), None) or hi_jaxpr(op.eqn)
@@ -299,8 +308,9 @@ class _CustomCall:
         with self.visitor.tracing():
             new = jax.make_jaxpr(func)(*avals)
         closed_over = {variable_of(x) for x in open_jaxpr(new)[1] if is_tracer(x)}
-        made = (eqn.outvars for eqn in self.around.eqns if closed_over)
-        if not closed_over.isdisjoint(itertools.chain(self.around.invars, *made)):
+        if closed_over and any(
+            not closed_over.isdisjoint(_variables(x)) for x in self.around
+        ):
             raise NotImplementedError(
                 "The rule of a function under `jax.custom_vjp` or `jax.custom_jvp` closes "
                 "over an array that is an argument of a function under `amp` or `fp8`, or "
@@ -312,8 +322,13 @@ class _CustomCall:
     def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
         """Runs a jaxpr that was traced at the original dtypes."""
         body, consts = open_jaxpr(jaxpr)
-        with self.visitor.inside(self.eqn, None):
-            outs, known = self.visitor.run(body, consts, args, facts, self.scopes)
+        visitor, outer = self.visitor, self.visitor.around
+        visitor.around = (*self.around, body)
+        try:
+            with visitor.inside(self.eqn, None):
+                outs, known = visitor.run(body, consts, args, facts, self.scopes)
+        finally:
+            visitor.around = outer
         return as_results(outs, body.outvars), known
 
     def differentiable(
@@ -322,6 +337,12 @@ class _CustomCall:
         """Returns for which operands a derivative is asked, and the original types."""
         pairs = enumerate(zip(self.eqn.invars, perturbed, strict=True))
         free = [i for i, (var, asked) in pairs if asked and _smooth(var)]
+        if any(i < self.eqn.params.get("num_consts", 0) for i in free):
+            raise NotImplementedError(
+                "The rule of a function under `jax.custom_vjp` or `jax.custom_jvp` closes "
+                "over a value that is differentiated, but it is told of arguments only. Pass "
+                "the value as an argument."
+            )
         dtypes = [var.aval.dtype for var in self.eqn.invars]
         return free, [*map(with_dtype, types_of(values), dtypes)]
 
@@ -362,12 +383,6 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
         asked = [not _is_zero(tangent) for tangent in tangents]
         free, avals = custom.differentiable(primals, asked)
-        if any(i < eqn.params.get("num_consts", 0) for i in free):
-            raise NotImplementedError(
-                "A value that a function under `jax.custom_jvp` closes over is "
-                "differentiated, but the rule of the function knows its arguments only. "
-                "Pass the value as an argument."
-            )
 
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
             call = custom.partially(args, free)
@@ -424,7 +439,6 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
     def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
-        # Differentiating for a value that the function closed over is refused by JAX.
         asked = [primal.perturbed for primal in primals]
         free, avals = custom.differentiable(args, asked)
         given, found = dtypes_of(args), dict[str, PyTree]()

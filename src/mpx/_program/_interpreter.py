@@ -120,6 +120,8 @@ class Visitor:
     cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
     # Hashable notes about the whole function; a cached body restores its own
     found: set[Any] = dataclasses.field(default_factory=set)
+    # The jaxprs that are visited, of which the frames are parts
+    around: tuple[Jaxpr, ...] = dataclasses.field(default=(), init=False)
     # The evaluation that is running
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
     # Whether a loop carry may have another dtype than in the original
@@ -193,6 +195,10 @@ class Visitor:
         """Enters the context in which the user's derivative rules are traced."""
         return contextlib.nullcontext()
 
+    def prepared(self, jaxpr: Jaxpr, scopes: Scopes) -> Jaxpr:
+        """Returns what is evaluated instead of an open jaxpr."""
+        return jaxpr
+
     def plan(
         self,
         jaxpr: Jaxpr,
@@ -212,7 +218,9 @@ class Visitor:
         scopes: Scopes,
     ) -> Outcome:
         """Evaluates a jaxpr; returns its results and what is known of them."""
-        outer, self.frame = self.frame, Frame(jaxpr)
+        self.around = self.around or (jaxpr,)
+        outer, self.frame = self.frame, Frame(self.prepared(jaxpr, scopes))
+        jaxpr = self.frame.jaxpr
         try:
             self.frame.plan = self.plan(jaxpr, consts, facts, scopes)
             env = self.frame.env
