@@ -177,7 +177,7 @@ class Roots:
             most = max(
                 [_JOINED.get(name, 1), *(self._count(var, x.origins) for x in reads)]
             )
-            is_sum = _BEARS.get(name) == "sums" and not _is_safe(eqn, reads)
+            is_sum = _BEARS.get(name) == "sums" and not self._is_safe(eqn, reads)
             if not is_linear and (name not in _AGAIN or depth > _DEEPEST):
                 self._ends.add(var)
             elif is_sum or self._count(var, origins) > most:
@@ -222,6 +222,22 @@ class Roots:
                 most if name != "div" and (name in _BEARS or _is_power(eqn)) else ROUGH
             )
         )
+
+    def _is_safe(self, eqn: Equation, reads: Sequence[Fact]) -> bool:
+        """Returns whether terms do not cancel, or are functions of one value as in an activation.
+
+        Nor is a bias dangerous: what it cancels is about as far off when 16 bits hold it.
+        """
+        small = lambda x: _size(x) * _SMALL <= _size(eqn.outvars[0])  # noqa: E731
+        if any(x.is_param and x.origins and all(map(small, x.origins)) for x in reads):
+            return True
+        signs, terms = [x.sign for x in reads], [x for x in reads if x.origins]
+        if eqn.primitive.name == "sub":
+            signs[1] = _FLIPPED.get(signs[1])
+        origins = frozenset[Any]().union(*(x.origins for x in terms))
+        is_one = len(origins - self._alive) <= 1
+        is_smooth = any(x.sizes == BOUNDED for x in terms) or signs[0] == signs[1]
+        return _ZERO in signs or (is_one and is_smooth)
 
     def _is_bump(self, eqn: Equation, reads: Sequence[Fact]) -> bool:
         """Returns whether a result is that of exp(-x²) or 1 / (1 + x²), or alike."""
@@ -500,16 +516,6 @@ def _size(atom: Any) -> int:
     return size if isinstance(size, int) else 1 << 60  # a symbol: it is never coded
 
 
-def _is_safe(eqn: Equation, reads: Sequence[Fact]) -> bool:
-    """Returns whether terms do not cancel, or are functions of one value as in an activation."""
-    signs, terms = [x.sign for x in reads], [x for x in reads if x.origins]
-    if eqn.primitive.name == "sub":
-        signs[1] = _FLIPPED.get(signs[1])
-    is_one = len(frozenset[Any]().union(*(x.origins for x in terms))) <= 1
-    is_smooth = any(x.sizes == BOUNDED for x in terms) or signs[0] == signs[1]
-    return _ZERO in signs or (is_one and is_smooth)
-
-
 def _is_power(eqn: Equation) -> bool:
     return eqn.primitive.name == "integer_pow" and eqn.params["y"] > 0
 
@@ -550,7 +556,7 @@ def _is_sum(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
     name, rank = eqn.primitive.name, getattr(out.aval, "ndim", 0)
     if name in _REDUCTIONS:
         return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
-    is_moved = name in queries.MOVES and name != "convert_element_type"
+    is_moved = name in queries.SHAPE_ONLY
     is_alike = all(x.is_sum or not (x.origins or x.is_linear) for x in reads)
     return name in _AGAIN and not is_moved and rank > 0 and is_alike
 
