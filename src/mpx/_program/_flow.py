@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, scan_sizes
 from mpx._program._queries import (
-    CALLS,
     LOOPS,
     MOVES,
     OUTERMOST,
@@ -46,23 +45,6 @@ def propagate(
         for var in dead:
             env.pop(var, None)
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def after(
-    eqn: Equation,
-    labels: list[Label],
-    rule: Callable[[Equation, list[Label]], Sequence[Label]],
-    literal: Callable[[Any], Label] = lambda atom: None,
-    constant: Label = None,
-) -> Sequence[Label]:
-    """Returns the labels of the results of an equation; a call has those of its body."""
-    if eqn.primitive.name not in CALLS:
-        return rule(eqn, labels)
-    body = next(sub_jaxprs(eqn))
-    given = dict.fromkeys(body.constvars, constant)
-    given.update(zip(body.invars, labels, strict=True))
-    inside = lambda inner, known: after(inner, known, rule, literal, constant)  # noqa: E731
-    return propagate(body, given, inside, literal)
 
 
 def moved(eqn: Equation, labels: Sequence[Label]) -> Label:
