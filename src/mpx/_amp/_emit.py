@@ -25,7 +25,6 @@ from mpx._amp._decide import (
     highest_is_the_default,
     kind_of,
     no_grouped_kernel,
-    place_of,
     stays_f32,
 )
 from mpx._amp._facts import (
@@ -186,8 +185,7 @@ class Autocast(Settings):
         def is_inlined(eqn: Equation) -> bool:
             around = scopes + scopes_of(eqn)
             is_call = eqn.primitive.name != "custom_jvp_call" and is_plain_call(eqn)
-            is_border = is_call and place_of(self, eqn, around) == "stored"
-            return is_border and self.region_rule(eqn, around) is None
+            return is_call and self.region_rule(eqn, around) is None
 
         return inlined(jaxpr, is_inlined)
 

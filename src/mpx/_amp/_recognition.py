@@ -4,7 +4,6 @@ It is imported when a function is traced for a GPU with a fused kernel.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxtyping import PyTree
 from mpx._amp._decide import reason_against
 from mpx._amp._facts import DATA, LOW_DTYPES, Settings, Source, cast, is_eligible
 from mpx._amp._rules import Rule
-from mpx._jax._compat import Literal, scopes_of, source_context
+from mpx._jax._compat import Literal, scopes_of
 from mpx._jax._devices import cuda_capability
 from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
@@ -33,7 +32,7 @@ from mpx._recognise._match import (
     origins,
     reason_for_miss,
 )
-from mpx._recognise._softmax import Program, Side, Term, history, reach
+from mpx._recognise._softmax import Program, Side, Term, history
 
 _NATURAL = (
     lax.DotAlgorithmPreset.BF16_BF16_F32,
@@ -62,8 +61,8 @@ def plan_for(
             match = find_attention(last)
             found = search.replacement(last, match)
             if match is not None and isinstance(found, Replacement):
-                calls = ((*x.callers, x.eqn)[0] for x in history(match.probs))
-                replaced[index], inside[index] = found, set(map(id, calls))
+                inner = {id(x.eqn) for x in history(match.probs)}
+                replaced[index], inside[index] = found, inner
             elif isinstance(found, str):
                 search.tell(last.eqn, found)
     except Exception as error:
@@ -144,7 +143,7 @@ class _Search:
         (dtype,) = dtypes
         arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in match.shapes]
         against = kernel.reason_against(spec, arrays, extras)
-        return against or _replacement(match, masks, spec, dtype, self.scopes)
+        return against or _replacement(match, masks, spec, dtype)
 
     def _biases(self, masks: Masks) -> tuple[bool, bool]:
         """Returns whether biases are trained, and whether they may hide whole rows."""
@@ -165,7 +164,7 @@ class _Search:
         for term in (*history(match.probs), match.last):
             is_dot = term in (match.scores.dot, match.last)
             facts = [self._fact_of(x) for x in term.operands if is_dot]
-            region = self.amp.region_rule(term.eqn, _scopes_of(term, self.scopes))
+            region = self.amp.region_rule(term.eqn, self.scopes + scopes_of(term.eqn))
             rule, reason = region or self.amp.rule(term.name, term.params, facts)
             if callable(rule) and not isinstance(rule, Rule):
                 return f"the rule of {term.name} is a function"
@@ -193,31 +192,26 @@ def _reason_by_precision(eqn: Equation) -> str | None:
     return None
 
 
-def _scopes_of(term: Term, scopes: Scopes) -> Scopes:
-    """Returns the named scopes around the equation of a term, given the outermost ones."""
-    return sum(map(scopes_of, (*term.callers, term.eqn)), scopes)
-
-
 # --- While the function runs ----------------------------------------------------------
 
 
 def _replacement(
-    match: Match, masks: Masks, spec: kernel.Attention, dtype: np.dtype, scopes: Scopes
+    match: Match, masks: Masks, spec: kernel.Attention, dtype: np.dtype
 ) -> Replacement:
-    """Returns what replaces the last equation of attention.
-
-    Terms of the outermost level have been computed; those inside calls are computed when
-    they are read, by the visitor.
-    """
-    terms = reach([*match.operands, *masks.terms], lambda x: bool(x.callers))
-    is_read = lambda x: not (x.callers or isinstance(x.atom, Literal))  # noqa: E731
-    outer = [term for term in terms if is_read(term)]
+    """Returns what replaces the last equation of attention."""
+    terms = [*match.operands, *masks.terms]
+    read = {id(x): x for x in terms if not isinstance(x.atom, Literal)}
 
     def run(amp: Any, op: Op) -> Outcome:
         """Runs attention in 16 bits, and tells the report."""
         pairs = zip(op.values, op.facts, strict=True)
-        known = dict(zip(map(id, outer), pairs, strict=True))
-        value_of = functools.partial(_value_of, amp, scopes, known)
+        known = dict(zip(read, pairs, strict=True))
+
+        def value_of(term: Term) -> Value:
+            number = isinstance(term.atom, Literal)
+            return (
+                (term.value, amp.literal_fact(term.atom)) if number else known[id(term)]
+            )
 
         def wide(term: Term) -> Array:
             found = value_of(term)[0]
@@ -247,21 +241,4 @@ def _replacement(
         )
         return [out], [DATA]
 
-    return Replacement([term.atom for term in outer], run)
-
-
-def _value_of(amp: Any, scopes: Scopes, known: dict[int, Value], term: Term) -> Value:
-    """Returns the value of a term and its fact, and adds what it computes to `known`."""
-    if isinstance(term.atom, Literal):
-        return term.value, amp.literal_fact(term.atom)
-    if id(term) not in known and term.eqn is None:
-        known[id(term)] = term.value, amp.constant_fact(term.value)
-    elif id(term) not in known:
-        pairs = [_value_of(amp, scopes, known, x) for x in term.operands]
-        values, facts = [x for x, _ in pairs], [x for _, x in pairs]
-        with source_context(term.eqn), term.eqn.ctx.manager:
-            op = Op(term.eqn, values, facts, _scopes_of(term, scopes))
-            outs, facts = amp.equation(op)
-        place = next(i for i, x in enumerate(term.eqn.outvars) if x is term.atom)
-        known[id(term)] = outs[place], facts[place]
-    return known[id(term)]
+    return Replacement([x.atom for x in read.values()], run)

@@ -24,14 +24,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal as Number
-from mpx._jax._compat import has_shardings, is_tracer, open_jaxpr
+from mpx._jax._compat import is_tracer
 from mpx._program._flow import propagate
 from mpx._program._interpreter import Aval, Jaxpr
 from mpx._program._queries import Equation
 from mpx._recognise._constants import RULES, SAME, as_constant, compute
 
-_JITS = ("jit", "pjit")
-_CALLS = (*_JITS, "closed_call", "core_call")
 _F32 = np.dtype(np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")
 Label = tuple[Literal["batch", "lhs", "rhs", "summed", "width"], int]
@@ -49,23 +47,18 @@ ABSORBING = -1e20
 
 
 class Term:
-    """A value of a jaxpr or of one that it calls, and what is known of it.
-
-    Inputs, constants and literals have no equation; `callers` are the calls around it,
-    outermost first.
-    """
+    """A value of a jaxpr, and what is known of it; inputs and numbers have no equation."""
 
     def __init__(
         self,
         program: "Program",
         atom: Any,
-        callers: tuple[Equation, ...] = (),
         eqn: Equation | None = None,
         operands: "Sequence[Term]" = (),
         *,
         value: PyTree = None,
     ) -> None:
-        self.program, self.atom, self.callers = program, atom, callers
+        self.program, self.atom = program, atom
         self.eqn: Any = eqn
         self.operands, self.value = operands, value
         self.aval: Aval = atom.aval
@@ -174,31 +167,17 @@ class Program:
         self.keys: dict[Any, int] = {}  # of constants, by how they are computed
         self.constants: dict[int, np.ndarray | None] = {}
         self.memo: dict[Any, Any] = {}  # layers have masks in common
-        self.products: list[Term] = []  # of the outermost level, in its order
-        self._results(jaxpr, consts, [Term(self, x) for x in jaxpr.invars])
-
-    def _results(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[PyTree],
-        args: Sequence[Term],
-        callers: tuple[Equation, ...] = (),
-    ) -> Sequence[Term]:
-        terms = dict(zip(jaxpr.invars, args, strict=True))
-        for var, value in zip(jaxpr.constvars, consts, strict=True):
-            terms[var] = Term(self, var, callers, value=value)
+        self.products: list[Term] = []  # in their order
+        terms = {x: Term(self, x) for x in jaxpr.invars}
+        pairs = zip(jaxpr.constvars, consts, strict=True)
+        terms |= {x: Term(self, x, value=value) for x, value in pairs}
 
         def rule(eqn: Equation, operands: list[Term]) -> Sequence[Term]:
-            name, params = eqn.primitive.name, eqn.params
-            if name in _CALLS and not (name in _JITS and has_shardings(params)):
-                body = open_jaxpr(params.get("call_jaxpr", params.get("jaxpr")))
-                return self._results(*body, operands, (*callers, eqn))
-            outs = [Term(self, x, callers, eqn, operands) for x in eqn.outvars]
-            if name == "dot_general" and not callers:
-                self.products += outs
+            outs = [Term(self, x, eqn, operands) for x in eqn.outvars]
+            self.products += outs if eqn.primitive.name == "dot_general" else []
             return outs
 
-        return propagate(jaxpr, terms, rule, lambda x: Term(self, x, value=x.val))
+        propagate(jaxpr, terms, rule, lambda x: Term(self, x, value=x.val))
 
 
 def _meaning(term: Term) -> Meaning | None:
