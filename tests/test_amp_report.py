@@ -60,6 +60,12 @@ def test_matmul_of_a_branch_is_listed_once():
     assert len(bf16(f, X, W).matmuls) == 1
 
 
+def test_matmul_of_a_jitted_helper_of_jax_has_the_line_that_calls_it():
+    jax.jit(lambda x: jnp.cov(x))(X)  # so that the helper was traced elsewhere
+    report = view(lambda x, w: jnp.cov(x @ w), X, W)
+    assert all(__file__ in x.source for x in report.matmuls)
+
+
 def test_function_without_matmuls_has_none():
     report = bf16(jnp.sin, X)
     assert (report.matmuls, report.kept, report.opaque) == ((), (), ())

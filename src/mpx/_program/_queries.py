@@ -17,6 +17,7 @@ from mpx._jax._compat import (
     open_jaxpr,
     primitive_name,
     scopes_of,
+    source_frames,
 )
 from mpx._program._primitives import that
 
@@ -87,25 +88,31 @@ def inlined(jaxpr: Any, is_chosen: Callable[[Equation], bool]) -> Any:
         return jaxpr
     eqns: list[Any] = []
 
-    def add(inner: Any, env: dict[Any, Any], stack: Any) -> list[Any]:
+    def add(inner: Any, env: dict[Any, Any], around: Any = None) -> list[Any]:
         known = lambda x: x if isinstance(x, Literal) else env.get(x, x)  # noqa: E731
         for eqn in inner.eqns:
-            new, info = eqn.replace(invars=[*map(known, eqn.invars)]), eqn.source_info
-            if stack is not None:  # Another call may be of the same jaxpr.
-                info = info.replace(name_stack=stack + info.name_stack)
+            changes: dict[str, Any] = {"invars": [*map(known, eqn.invars)]}
+            info = eqn.source_info
+            if around is not None:  # Another call may be of the same jaxpr.
+                # JAX's own helpers do not know from where they are called.
+                named = info if source_frames(eqn) else around
+                stack = around.name_stack + info.name_stack
+                info = named.replace(name_stack=stack)
                 outs = [Var(x.aval) for x in eqn.outvars]
-                new = new.replace(outvars=outs, source_info=info)
+                changes |= {"outvars": outs, "source_info": info}
+            is_same = around is None and changes["invars"] == eqn.invars
+            new = eqn if is_same else eqn.replace(**changes)
             results: list[Any] = new.outvars
             body, consts = open_jaxpr(called(eqn)) if is_chosen(new) else (None, ())
             if body is not None and not (consts or body.constvars):
                 ins = dict(zip(body.invars, new.invars, strict=True))
-                results = add(body, ins, info.name_stack)
+                results = add(body, ins, info)
             else:
                 eqns.append(new)
             env.update(zip(eqn.outvars, results, strict=True))
         return [*map(known, inner.outvars)]
 
-    return jaxpr.replace(outvars=add(jaxpr, {}, None), eqns=eqns)
+    return jaxpr.replace(outvars=add(jaxpr, {}), eqns=eqns)
 
 
 def has_body(eqn: Equation) -> bool:
