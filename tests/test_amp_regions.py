@@ -102,6 +102,20 @@ def test_an_offset_before_a_jitted_helper_with_a_matmul_is_not_rounded():
     assert error(grads, jax.grad(loss)(params, EXACT)) < 2.0**-6
 
 
+def test_what_is_read_before_and_after_a_sum_that_runs_alone_is_not_rounded():
+    params = {"w": EYE}
+
+    def loss(params, x):
+        h = x @ params["w"] + 300.3
+        far = jnp.cumsum(h, 1) / jnp.arange(1.0, D + 1)[None]
+        return jnp.mean((h - far - 0.02) ** 2)
+
+    value, grads = jax.value_and_grad(amp(loss))(params, EXACT)
+    wanted, wide = jax.value_and_grad(loss)(params, EXACT)
+    np.testing.assert_allclose(value, wanted, rtol=1e-3)
+    assert error(grads, wide) < 2.0**-7
+
+
 STORED = {
     "a matmul": (lambda p, x: x @ p["w"], "bfloat16"),
     "a bound of 16 bits": (lambda p, x: jnp.clip(x @ p["w"], -1.0, 1.0), "bfloat16"),

@@ -1,6 +1,6 @@
 """The layout of a jaxpr: which equations form regions, and which values are stored."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from mpx._amp._decide import Place, place_of
@@ -85,19 +85,9 @@ class Layout:
             if self.returned.get(v)
             or any(self.places[i] == "stored" for i in self.readers.get(v, ()))
         }
-        while True:
-            at, level = self._levels()
-            later = {
-                v
-                for v in made
-                if any(
-                    self._is_inside(i) and at[i] != level[v]
-                    for i in self.readers.get(v, ())
-                )
-            } - self.stored
-            if not later:
-                break
-            self.stored |= later
+        # What runs alone, on f32 numbers, parts regions, and has nothing rounded.
+        self.stored |= self._crossing(made, self.stored, ("inside", "alone"))[0]
+        _, at = self._crossing(made, self.stored, ("inside",))
         low = [i for i in inside if self.is_low[i]]
         found = joined(
             low,
@@ -124,7 +114,28 @@ class Layout:
         for part in {id(x): x for x in self.regions.values()}.values():
             part.sort()
 
-    def _levels(self) -> tuple[dict[int, int], dict[Any, int]]:
+    def _crossing(
+        self, made: Sequence[Any], stored: Set[Any], inside: Sequence[Place]
+    ) -> tuple[set[Any], dict[int, int]]:
+        """Returns what is read in other regions than its own, and the levels of equations."""
+        found = {*stored}
+        while True:
+            at, level = self._levels(found, inside)
+            later = {
+                v
+                for v in made
+                if any(
+                    self.places[i] in inside and at[i] != level[v]
+                    for i in self.readers.get(v, ())
+                )
+            } - found
+            if not later:
+                return found, at
+            found |= later
+
+    def _levels(
+        self, stored: Set[Any], inside: Sequence[Place]
+    ) -> tuple[dict[int, int], dict[Any, int]]:
         """Returns the levels of the equations and of their results."""
         at, level, last = {}, dict[Any, int](), 0
         fresh: set[Any] = set()  # Made inside a region of that very level
@@ -135,16 +146,14 @@ class Layout:
             if eqn.effects:
                 at[i], is_fresh = max((at[i], is_fresh), (last, False))
                 last = at[i] + is_fresh
-            is_inside = self._is_inside(i)
+            is_inside = self.places[i] in inside
+            is_member = self.is_low[i] and is_inside
             for v in eqn.outvars:
-                is_step = not is_inside or v in self.stored
-                level[v] = at[i] + (is_step and (is_fresh or self._is_member(i)))
-                if not is_step and self._is_member(i):
+                is_step = not is_inside or v in stored
+                level[v] = at[i] + (is_step and (is_fresh or is_member))
+                if not is_step and is_member:
                     fresh.add(v)
         return at, level
-
-    def _is_member(self, index: int) -> bool:
-        return self.is_low[index] and self._is_inside(index)
 
     def is_stored(self, var: Any) -> bool:
         """Returns whether a result of a call may be rounded: it is stored, or multiplied."""
