@@ -116,6 +116,19 @@ def test_what_is_read_before_and_after_a_sum_that_runs_alone_is_not_rounded():
     assert error(grads, wide) < 2.0**-7
 
 
+@pytest.mark.parametrize("reduce", [lax.pmean, lax.pmax, lax.psum])
+def test_a_reduction_over_an_axis_of_vmap_sends_nothing(reduce):
+    def func(w, x):
+        def one(x):
+            h = (x[None] @ w)[0] + 300.3
+            return h - reduce(h, "i") / (len(X) if reduce is lax.psum else 1)
+
+        return jax.vmap(one, axis_name="i")(x)
+
+    exact = func(EYE, EXACT)
+    np.testing.assert_allclose(amp(func)(EYE, EXACT), exact, atol=1e-3)
+
+
 STORED = {
     "a matmul": (lambda p, x: x @ p["w"], "bfloat16"),
     "a bound of 16 bits": (lambda p, x: jnp.clip(x @ p["w"], -1.0, 1.0), "bfloat16"),

@@ -445,6 +445,22 @@ def test_keep_rule(keep, want):
     assert [reason for _, reason in found] == want
 
 
+@pytest.mark.parametrize("keep", ["^a$", "^b$"])
+def test_each_parameter_of_which_a_weight_is_made_can_be_kept(keep):
+    func = lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1)  # noqa: E731
+    parts = {"a": W, "b": W}
+    assert [x for _, x in reasons(func, parts, X, keep=keep)] == [f"keep {keep}"]
+
+
+def test_all_arrays_that_are_differentiated_are_parameters():
+    func = lambda a, b, x: jnp.sum((x @ a) @ b)  # noqa: E731
+    grad = jax.grad(everywhere(func), argnums=(0, 1))
+    floats = [x for x in str(jax.make_jaxpr(grad)(W, W, X)).split() if "f8_e4m3" in x]
+    alone = jax.grad(everywhere(func, params=(0, 1)), argnums=(0, 1))
+    wanted = [x for x in str(jax.make_jaxpr(alone)(W, W, X)).split() if "f8_e4m3" in x]
+    assert len(floats) == len(wanted) > 0
+
+
 def test_amp_stop_keeps_fp8_out():
     def loss(p, x):
         with mpx.amp_stop():

@@ -84,8 +84,17 @@ def place_of(amp: Settings, eqn: Equation, scopes: Scopes) -> Place:
         return "alone" if rule in (Rule.F32, Rule.ORIGINAL) else "stored"
     if _may_be_inside(eqn) and not eqn.effects:
         return "inside"
-    is_stored = name in ROWS and ROWS[name].place == "stored" and not eqn.effects
+    is_stored = _place_in_table(eqn) == "stored" and not eqn.effects
     return "stored" if is_stored and table_rule(amp, eqn) != Rule.F32 else "alone"
+
+
+def _place_in_table(eqn: Equation) -> Place | None:
+    """Returns the place of a primitive; a sum over an axis of `jax.vmap` is sent nowhere."""
+    row, axes = ROWS.get(eqn.primitive.name), eqn.params.get("axes", ())
+    is_sent = row is not None and row.place == "stored"
+    if is_sent and axes and all(isinstance(axis, int) for axis in axes):
+        return "alone"
+    return None if row is None else row.place
 
 
 def _may_be_inside(eqn: Equation) -> bool:
@@ -170,7 +179,7 @@ def _by_rule(amp: Settings, op: Op, region: Region) -> Choice:
     is_free = region is None and name not in amp.rules.primitives
     if name in MATMULS:
         return _matmul(amp, op, rule, reason, is_free)
-    is_alone = is_free and name in ROWS and ROWS[name].place == "alone"
+    is_alone = is_free and _place_in_table(op.eqn) == "alone"
     return Choice(Rule.ORIGINAL if is_alone else rule, rule, reason)
 
 

@@ -158,7 +158,7 @@ def roles_of(visitor: Transformation, call: Call, describe: Describe | None) -> 
             guess = params[0] if params and len(trees) > 1 else ""
             params = params or [x for x in order if x in trained]
             if visitor.takes_bare_params:
-                params = (params or names)[:1]
+                params = params or names[:1]
         given = dict(trees)
         params += [
             x for x, tree in trees if params and completes(tree, given[params[0]])

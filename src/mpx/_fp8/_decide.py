@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +113,7 @@ def reason_to_keep(
     are_params: Sequence[bool],
     matmul: Matmul,
     *,
+    names: Collection[str],
     purpose: str,
     kept: str,
     chosen: Selection,
@@ -120,8 +121,8 @@ def reason_to_keep(
     """Returns why a product stays as it is written; "" if it becomes fp8.
 
     `dtypes` are those of both operands and of the result, `are_params` tells which operands
-    are parameters; `purpose` is what they are for, if that speaks against 8 bits, and `kept`
-    why `amp` keeps it as it is written.
+    are parameters, and `names` of which the weight is made; `purpose` is what they are for,
+    if that speaks against 8 bits, and `kept` why `amp` keeps it as it is written.
     """
     if eqn.primitive.name != "dot_general":
         return reason_by_kind(eqn.primitive.name, chosen)
@@ -129,7 +130,7 @@ def reason_to_keep(
         _by_operands(eqn, are_params, chosen)
         or _by_scope(matmul)
         or _by_dtype(eqn, dtypes, kept)
-        or _by_rule(matmul, purpose, chosen)
+        or _by_rule(matmul, names, purpose, chosen)
         or _by_size(eqn, matmul, chosen)
     )
 
@@ -178,19 +179,21 @@ def _by_dtype(eqn: Equation, dtypes: Sequence[np.dtype], kept: str) -> str:
     return ""
 
 
-def _by_rule(matmul: Matmul, purpose: str, chosen: Selection) -> str:
+def _by_rule(
+    matmul: Matmul, names: Collection[str], purpose: str, chosen: Selection
+) -> str:
     for selector in chosen.keep:
-        if _selects(selector, matmul):
+        if _selects(selector, matmul, names):
             return f"keep {shown(selector)}"
-    if any(_selects(selector, matmul) for selector in chosen.include):
+    if any(_selects(selector, matmul, names) for selector in chosen.include):
         return ""
     return purpose
 
 
-def _selects(selector: Selector, matmul: Matmul) -> bool:
+def _selects(selector: Selector, matmul: Matmul, names: Collection[str]) -> bool:
     if not isinstance(selector, str | type):
         return bool(selector(matmul))
-    if matmul.param and matches(selector, matmul.param, None):
+    if any(matches(selector, name, None) for name in names if name):
         return True
     scope = matmul.scope
     return isinstance(selector, str) and bool(scope) and search(selector, scope)

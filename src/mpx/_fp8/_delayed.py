@@ -91,7 +91,8 @@ def check_keys(
         raise ValueError(
             f"The `Fp8State` has other scales than this call needs: {'; '.join(faults)}. "
             "It was made for other arguments or another function: make it anew with "
-            "`.init(*args)`."
+            "`.init(*args)`. Or other arguments hold the parameters than `init`, which sees "
+            "no gradient, took for them: name these by `fp8(..., params=...)`."
         )
 
 

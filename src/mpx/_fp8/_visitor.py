@@ -276,7 +276,8 @@ class Fp8Autocast(Autocast):
             uses |= {TABLE}
         purpose = next((x for x in (TABLE, HEAD, ROUTER) if x in uses), "")
         are_params = [fact.is_weight for fact in facts]
-        options = {"purpose": purpose, "kept": kept, "chosen": chosen}
+        names = weights[0].names if len(weights) == 1 else frozenset[str]()
+        options = {"names": names, "purpose": purpose, "kept": kept, "chosen": chosen}
         reason = reason_to_keep(eqn, dtypes, are_params, matmul, **options)
         return matmul._replace(reason=reason)
 
