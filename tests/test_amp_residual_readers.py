@@ -183,6 +183,31 @@ def test_the_stream_before_a_norm_by_two_moments_is_coded(offset, keepdims):
     assert {row.format for row in kept} == {"int8"}
 
 
+FAR = {
+    "square": lambda p, a: (a + p["c"]) ** 2 - 2 * p["c"] * a - p["c"] ** 2,
+    "relu": lambda p, a: jax.nn.relu(a + p["c"]) - p["d"],
+    "two terms": lambda p, a: a - p["e"] * a,
+    "two factors": lambda p, a: p["f"] * a - p["f"] * jnp.tanh(a * 0.1) * 10,
+}
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("name", FAR)
+def test_parameters_that_cancel_leave_the_gradient_right(name, form):
+    numbers = {"c": 60.0, "d": 60.0, "e": 0.99, "f": 1.0}
+    params = PARAMS | {key: jnp.full((1, N), x) for key, x in numbers.items()}
+
+    def loss(p, x):
+        return jnp.mean((FAR[name](p, x @ p["w"]) @ p["v"] - NOISE) ** 2)
+
+    found, exact = (
+        jax.jit(jax.grad(f))(params, X) for f in (mpx.amp(loss, residuals=form), loss)
+    )
+    for key in PARAMS:
+        off = jnp.linalg.norm(found[key] - exact[key]) / jnp.linalg.norm(exact[key])
+        assert off < 0.02, key
+
+
 MASKS = {
     "added": lambda h, fill: h + jnp.where(jnp.arange(h.shape[-1]) % 7 == 0, fill, 0.0),
     "selected": lambda h, fill: jnp.where(jnp.arange(h.shape[-1]) % 7 == 0, fill, h),

@@ -79,6 +79,7 @@ class Fact(NamedTuple):
     is_linear: bool = True  # whether it is a gradient
     depth: int = 0  # equations since its origins
     is_sum: bool = False  # whether it has the rows of another value, summed up
+    has_bias: bool = False  # whether it is made of codes, and of a bias added to them
 
 
 class Need(NamedTuple):
@@ -192,6 +193,9 @@ class Roots:
                 is_linear,
                 0 if var in self._ends else depth,
                 _is_sum(eqn, reads, var),
+                not is_end
+                and var not in self._ends
+                and (_has_bias(eqn, reads) or any(x.has_bias for x in reads)),
             )
         if name == "sub" and self._is_mean(*eqn.invars[::-1]):
             self.centred.setdefault(eqn.invars[0], (eqn.outvars[0], eqn.invars[1]))
@@ -226,11 +230,15 @@ class Roots:
     def _is_safe(self, eqn: Equation, reads: Sequence[Fact]) -> bool:
         """Returns whether terms do not cancel, or are functions of one value as in an activation.
 
-        Nor is a bias dangerous: what it cancels is about as far off when 16 bits hold it.
+        Nor is a bias of a product or of a distance to a mean: what it cancels was about as far
+        off in 16 bits. A second one may cancel the first, which is in the codes.
         """
-        small = lambda x: _size(x) * _SMALL <= _size(eqn.outvars[0])  # noqa: E731
-        if any(x.is_param and x.origins and all(map(small, x.origins)) for x in reads):
-            return True
+        if _has_bias(eqn, reads):
+            others = [x for x in reads if not x.is_param]
+            origins = frozenset[Any]().union(*(x.origins for x in others)) - self._alive
+            return not any(x.has_bias for x in others) and all(
+                map(self._is_plain, origins)
+            )
         signs, terms = [x.sign for x in reads], [x for x in reads if x.origins]
         if eqn.primitive.name == "sub":
             signs[1] = _FLIPPED.get(signs[1])
@@ -238,6 +246,12 @@ class Roots:
         is_one = len(origins - self._alive) <= 1
         is_smooth = any(x.sizes == BOUNDED for x in terms) or signs[0] == signs[1]
         return _ZERO in signs or (is_one and is_smooth)
+
+    def _is_plain(self, root: Any) -> bool:
+        """Returns whether a root is a product, or the distance to a mean."""
+        made = self.maker.get(root)
+        name = made.primitive.name if made is not None else ""
+        return name in PRODUCTS or any(root is x for x, _ in self.centred.values())
 
     def _is_bump(self, eqn: Equation, reads: Sequence[Fact]) -> bool:
         """Returns whether a result is that of exp(-x²) or 1 / (1 + x²), or alike."""
@@ -514,6 +528,14 @@ def is_var(atom: Any) -> bool:
 def _size(atom: Any) -> int:
     size = getattr(atom.aval, "size", 0)
     return size if isinstance(size, int) else 1 << 60  # a symbol: it is never coded
+
+
+def _has_bias(eqn: Equation, reads: Sequence[Fact]) -> bool:
+    """Returns whether an equation adds a small parameter."""
+    small = lambda x: _size(x) * _SMALL <= _size(eqn.outvars[0])  # noqa: E731
+    return _BEARS.get(eqn.primitive.name) == "sums" and any(
+        x.is_param and x.origins and all(map(small, x.origins)) for x in reads
+    )
 
 
 def _is_power(eqn: Equation) -> bool:

@@ -299,8 +299,10 @@ def _tell(
 def _function(amp: Settings, part: Part, facts: dict[Any, Source]) -> Region:
     """Returns a region as a function; regions that are alike share it."""
     widest = max(_bytes(v) for eqn in part.equations for v in eqn.outvars)
+    ins, reading = {*part.ins}, amp.frame.layout.reading
+    is_lone = lambda x: is_variable(x) and x in ins and len(reading(x)) == 1  # noqa: E731
     marks = [
-        tuple([_mark(eqn, facts, var, widest) for var in eqn.outvars])
+        tuple([_mark(eqn, facts, var, widest, is_lone) for var in eqn.outvars])
         for eqn in part.equations
     ]
     types = tuple(
@@ -319,7 +321,13 @@ def _function(amp: Settings, part: Part, facts: dict[Any, Source]) -> Region:
     return made
 
 
-def _mark(eqn: Equation, facts: dict[Any, Source], out: Any, widest: int) -> str:
+def _mark(
+    eqn: Equation,
+    facts: dict[Any, Source],
+    out: Any,
+    widest: int,
+    is_lone: Callable[[Any], bool],
+) -> str:
     """Returns what is asked of the cotangent of a result: see `_make`."""
     read = [
         x
@@ -328,11 +336,12 @@ def _mark(eqn: Equation, facts: dict[Any, Source], out: Any, widest: int) -> str
     ]
     if not read or not is_eligible(out.aval):
         return ""
-    # The cotangent of what is broadcast later is a sum already.
-    is_large = _bytes(out) >= widest
+    # The cotangent of what is broadcast later is a sum already. That of a sum is stored in 16
+    # bits if it is the whole one of what the region reads.
+    is_sum = eqn.primitive.name in ("add", "sub") and _bytes(out) >= widest
     if (
-        is_large
-        and facts[out].held == Held.LOW
+        is_sum
+        and any(is_lone(x) for x in eqn.invars if x not in read)
         and any(is_bias(facts[x], x.aval) for x in read)
     ):
         return "rounded"
