@@ -338,8 +338,8 @@ BREAKS = [
     Break(
         "what is divided by a small number is coded",
         "_amp",
-        "rough if x.sizes == ROUGH else Need(",
-        "rough if False else Need(",
+        "Need(_UNLIKE) if is_rough(x) else Need(",
+        "Need(_UNLIKE) if False else Need(",
         "amp_residual_ratios",
         "ratio or columns",
     ),
@@ -934,7 +934,7 @@ BREAKS = [
     Break(
         "a difference is computed from codes of its terms",
         "_amp",
-        'is_sum = _BEARS.get(name) == "sums" and not _is_safe(eqn, reads)',
+        'is_sum = _BEARS.get(name) == "sums" and not self._is_safe(eqn, reads)',
         "is_sum = False",
         "amp_residual_readers",
         "regression",

@@ -423,7 +423,7 @@ def test_two_devices_compute_what_one_does(name, recipe):
     g = jnp.ones((64, 64), BF16)
 
     def step(p, x, g):
-        out, back = jax.vjp(everywhere(lambda p, x: x @ p, recipe), p, x)
+        out, back = jax.vjp(everywhere(lambda p, x: x @ p, recipe, params="p"), p, x)
         return out, back(g)
 
     want = jax.jit(step)(p, x, g)

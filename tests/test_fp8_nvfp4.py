@@ -297,7 +297,9 @@ def test_scale_of_a_tensor_is_no_matter(exponent):
 def test_zeros_and_what_is_below_the_range_give_zeros(value):
     x, w = jnp.full((16, 32), value, BF16), jnp.ones((32, 16), BF16)
     loss = lambda w, x: jnp.sum(x @ w)  # noqa: E731
-    step = jax.jit(jax.value_and_grad(everywhere(loss, FULL), argnums=(0, 1)))
+    step = jax.jit(
+        jax.value_and_grad(everywhere(loss, FULL, params="w"), argnums=(0, 1))
+    )
     out, (dw, dx) = step(w, x)
     assert float(out) == 0
     assert not np.any(as_f64(dw))
@@ -452,7 +454,7 @@ def test_vmap_outside_is_a_loop():
 def test_two_devices_compute_what_one_does(spec, name):
     p, x, g = coarse(0, 32, 64), coarse(1, 64, 32), coarse(2, 64, 64)
     loss = lambda p, x, g: jnp.sum((x @ p) * g)  # noqa: E731
-    step = jax.grad(everywhere(loss, OPTIONS[name]), argnums=(0, 1))
+    step = jax.grad(everywhere(loss, OPTIONS[name], params="p"), argnums=(0, 1))
     want = jax.jit(step)(p, x, g)
     mesh = jax.make_mesh(
         (2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
@@ -482,7 +484,7 @@ def test_second_derivatives_are_refused():
 
 def test_what_is_saved_has_four_bits():
     p, x = coarse(0, 32, 64), coarse(1, 48, 32)
-    layer = everywhere(lambda p, x: x @ p, FULL)
+    layer = everywhere(lambda p, x: x @ p, FULL, params="p")
     back = jax.eval_shape(lambda p, x: jax.vjp(layer, p, x)[1], p, x)
     kept = [y for y in jax.tree.leaves(back) if getattr(y, "size", 0) > 512]
     assert sorted(y.shape for y in kept) == [(32, 48), (32, 64)]

@@ -409,6 +409,6 @@ _GRADIENT = (
 )
 _NOTHING = (
     "`fp8` changed nothing: {what} stay as they are ({reason}). `mpx.inspect.report` gives "
-    "the reason for each. Change the model or the options, such as `min_gain`, or leave "
-    "`fp8` out."
+    "the reason for each. Change the model or the options, such as `params` (the arguments "
+    "that hold the weights) or `min_gain`, or leave `fp8` out."
 )

@@ -10,7 +10,7 @@ of, so they hold types, never values: a value would be a leaked tracer.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ from mpx._program._interpreter import (
     types_of,
     with_dtype,
 )
-from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names, sub_jaxprs
+from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names, variables
 
 
 def _body(visitor: Visitor, op: Op) -> tuple[Jaxpr, Facts, Values, Values]:
@@ -275,15 +275,6 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
 # --- Derivative rules -----------------------------------------------------------------
 
 
-def _variables(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the variables of an open jaxpr and of those inside it."""
-    yield from jaxpr.invars
-    for eqn in jaxpr.eqns:
-        yield from eqn.outvars
-        for inner in sub_jaxprs(eqn):
-            yield from _variables(inner)
-
-
 class _CustomCall:
     """A call of a function whose derivative rule is expanded at its dtypes and visited."""
 
@@ -308,9 +299,7 @@ class _CustomCall:
         with self.visitor.tracing():
             new = jax.make_jaxpr(func)(*avals)
         closed_over = {variable_of(x) for x in open_jaxpr(new)[1] if is_tracer(x)}
-        if closed_over and any(
-            not closed_over.isdisjoint(_variables(x)) for x in self.around
-        ):
+        if not closed_over.isdisjoint(self.around):
             raise NotImplementedError(
                 "The rule of a function under `jax.custom_vjp` or `jax.custom_jvp` closes "
                 "over an array that is an argument of a function under `amp` or `fp8`, or "
@@ -323,7 +312,7 @@ class _CustomCall:
         """Runs a jaxpr that was traced at the original dtypes."""
         body, consts = open_jaxpr(jaxpr)
         visitor, outer = self.visitor, self.visitor.around
-        visitor.around = (*self.around, body)
+        visitor.around = self.around | {*variables(body)}
         try:
             with visitor.inside(self.eqn, None):
                 outs, known = visitor.run(body, consts, args, facts, self.scopes)

@@ -29,7 +29,14 @@ from mpx._jax._compat import (
 from mpx._jax._frameworks import Named
 from mpx._jax._tree import LeafName
 from mpx._program._flow import loop_carry
-from mpx._program._queries import Equation, Position, leaves, readers, walk
+from mpx._program._queries import (
+    Equation,
+    Position,
+    leaves,
+    readers,
+    variables,
+    walk,
+)
 
 Jaxpr = Any  # open or closed
 Aval = Any  # the type of a value: shape, dtype, sharding
@@ -120,8 +127,8 @@ class Visitor:
     cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
     # Hashable notes about the whole function; a cached body restores its own
     found: set[Any] = dataclasses.field(default_factory=set)
-    # The jaxprs that are visited, of which the frames are parts
-    around: tuple[Jaxpr, ...] = dataclasses.field(default=(), init=False)
+    # The variables of what is visited, of which the frames are parts
+    around: frozenset[Any] = dataclasses.field(default=frozenset(), init=False)
     # The evaluation that is running
     frame: Frame = dataclasses.field(default_factory=Frame, init=False)
     # Whether a loop carry may have another dtype than in the original
@@ -218,7 +225,7 @@ class Visitor:
         scopes: Scopes,
     ) -> Outcome:
         """Evaluates a jaxpr; returns its results and what is known of them."""
-        self.around = self.around or (jaxpr,)
+        self.around = self.around or frozenset(variables(jaxpr))
         outer, self.frame = self.frame, Frame(self.prepared(jaxpr, scopes))
         jaxpr = self.frame.jaxpr
         try:

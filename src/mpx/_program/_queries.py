@@ -67,6 +67,15 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
+def variables(jaxpr: Any) -> Iterator[Any]:
+    """Yields the variables of an open jaxpr and of those inside it, without constants."""
+    yield from jaxpr.invars
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        for inner in sub_jaxprs(eqn):
+            yield from variables(inner)
+
+
 def called(eqn: Equation) -> PyTree:
     """Returns the jaxpr that an equation calls with its operands as they are, if any."""
     inner = [x for x in eqn.params.values() if isinstance(x, JAXPRS)]
