@@ -12,7 +12,7 @@ runs as it is written.
 
 import functools
 import math
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +47,7 @@ from mpx._program._interpreter import Scopes, Values
 from mpx._program._primitives import that
 from mpx._program._queries import (
     CALLS,
+    SHAPE_ONLY,
     Equation,
     Position,
     equations,
@@ -299,10 +300,9 @@ def _tell(
 def _function(amp: Settings, part: Part, facts: dict[Any, Source]) -> Region:
     """Returns a region as a function; regions that are alike share it."""
     widest = max(_bytes(v) for eqn in part.equations for v in eqn.outvars)
-    ins, reading = {*part.ins}, amp.frame.layout.reading
-    is_lone = lambda x: is_variable(x) and x in ins and len(reading(x)) == 1  # noqa: E731
+    lone = _lone(part, amp.frame.layout)
     marks = [
-        tuple([_mark(eqn, facts, var, widest, is_lone) for var in eqn.outvars])
+        tuple([_mark(eqn, facts, var, widest, lone) for var in eqn.outvars])
         for eqn in part.equations
     ]
     types = tuple(
@@ -321,12 +321,25 @@ def _function(amp: Settings, part: Part, facts: dict[Any, Source]) -> Region:
     return made
 
 
+def _lone(part: Part, layout: Layout) -> Set[Any]:
+    """Returns what a region reads once, and the same numbers in another order."""
+    is_lone = lambda x: is_variable(x) and len(layout.reading(x)) == 1  # noqa: E731
+    found = {*filter(is_lone, part.ins)}
+    for eqn in part.equations:
+        if eqn.primitive.name in SHAPE_ONLY and not found.isdisjoint(
+            filter(is_variable, eqn.invars)
+        ):
+            same = (x for x in eqn.outvars if _bytes(x) == _bytes(eqn.invars[0]))
+            found.update(filter(is_lone, same))
+    return found
+
+
 def _mark(
     eqn: Equation,
     facts: dict[Any, Source],
     out: Any,
     widest: int,
-    is_lone: Callable[[Any], bool],
+    lone: Set[Any],
 ) -> str:
     """Returns what is asked of the cotangent of a result: see `_make`."""
     read = [
@@ -341,7 +354,7 @@ def _mark(
     is_sum = eqn.primitive.name in ("add", "sub") and _bytes(out) >= widest
     if (
         is_sum
-        and any(is_lone(x) for x in eqn.invars if x not in read)
+        and any(x in lone for x in eqn.invars if is_variable(x) and x not in read)
         and any(is_bias(facts[x], x.aval) for x in read)
     ):
         return "rounded"
