@@ -114,10 +114,12 @@ def _sums(items):
     Stacked `parametrize` marks multiply. A defect usually shows with one value of one of
     them, seldom with one pair alone: `@pytest.mark.product` marks tests of such pairs,
     and `@pytest.mark.some(3)` costly ones, of which three cases run, on another version of
-    JAX three others.
+    JAX three others. `@pytest.mark.weekly` marks costly ones that have a cheaper neighbour.
     """
     for cases in _cases(items).values():
         first = cases[0]
+        if first.get_closest_marker("weekly"):
+            continue
         if not hasattr(first, "callspec") or first.get_closest_marker("product"):
             yield from cases
             continue

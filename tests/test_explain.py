@@ -331,6 +331,7 @@ MODERATE = {  # clips that change gradients by less than roundings to 8 bits may
 }
 
 
+@pytest.mark.weekly
 @pytest.mark.some(1)
 @pytest.mark.parametrize("role", MODERATE)
 def test_scale_that_clips_is_a_fault_although_roundings_may_change_as_much(role):
@@ -350,6 +351,7 @@ def test_scale_that_clips_is_a_fault_although_roundings_may_change_as_much(role)
     assert "clips" not in str(found)
 
 
+@pytest.mark.weekly
 def test_worst_of_the_steps_that_clip_is_named():
     def scanned(params, x):
         step = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
@@ -364,6 +366,7 @@ def test_worst_of_the_steps_that_clip_is_named():
     assert fault.operands[0][1] == pytest.approx(float(LARGE.max() / 4), rel=0.01)
 
 
+@pytest.mark.weekly
 def test_layers_that_clip_a_little_are_named_if_together_they_change_much():
     def loss(params, x):
         for w in params["layers"]:
@@ -398,6 +401,7 @@ def test_clip_of_no_consequence_is_noted():
     assert re.search(r"clips numbers at \S*test_explain.py:\d+", str(found))
 
 
+@pytest.mark.weekly
 @pytest.mark.some(1)
 @pytest.mark.parametrize("tight", [{"weight_max": 0.03}, {"grad_max": 2.0**-20}])
 def test_scanned_layers_are_named_where_a_scale_clips(tight):
@@ -414,6 +418,7 @@ def test_scanned_layers_are_named_where_a_scale_clips(tight):
     assert found.step == ((0, 2),)  # the worst, and the first of equal ones
 
 
+@pytest.mark.weekly
 def test_layer_is_named_where_a_scale_of_earlier_steps_clips():
     func = mpx.fp8(in_turn, mpx.recipes.DelayedScaling(), min_gain=0)
     params, x = {"layers": [SMALL, LARGE]}, normal(2, 16, 32)
@@ -424,6 +429,7 @@ def test_layer_is_named_where_a_scale_of_earlier_steps_clips():
     assert fault.operands[0][1] == pytest.approx(30 * float(x.max()), rel=0.01)
 
 
+@pytest.mark.weekly
 @pytest.mark.some(1)
 @pytest.mark.parametrize("outer", [lambda f: f, mpx.amp])
 def test_layer_that_int8_does_not_resolve_can_be_kept(outer):

@@ -120,6 +120,7 @@ def test_optimizer_update_checks_before_it_steps():
         mpx.optimizer_update(params, tx, tx.init(params), make_grads(0), 1.0)
 
 
+@pytest.mark.weekly
 def test_scaled_gradients_with_grad_scale_are_unscaled_gradients():
     model = jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x, F16)) if eqx.is_inexact_array(x) else x,

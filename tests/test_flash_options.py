@@ -55,6 +55,7 @@ def test_empty_trees_are_fine(params):
     assert int(stepped.state.count) == 1
 
 
+@pytest.mark.weekly
 def test_a_whole_equinox_module_is_a_tree_of_parameters():
     model = eqx.nn.MLP(4, 1, 32, 1, key=jax.random.key(0), dtype=jnp.bfloat16)
     tx = kind("adamw")
@@ -72,6 +73,7 @@ def test_a_whole_equinox_module_is_a_tree_of_parameters():
     assert_trees_equal(jax.tree.leaves(tx.init(model)), jax.tree.leaves(filtered))
 
 
+@pytest.mark.weekly
 def test_nnx_states_are_trees_of_parameters():
     model = nnx.Linear(4, 32, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     params, tx = nnx.state(model, nnx.Param), kind("adamw")

@@ -253,6 +253,7 @@ def test_a_flag_keeps_the_step_local(axis_type):
     assert check_steps("adamw", SHAPE, mesh, P("x", "y"), finite=True) == []
 
 
+@pytest.mark.weekly
 @pytest.mark.some(1)
 @each_axis_type
 def test_a_skipped_step_changes_nothing_on_any_device(axis_type):
@@ -304,6 +305,7 @@ def test_groups_are_cut_only_in_the_layouts_that_say_so():
     assert check_steps("adamw", CUT, make_mesh(AxisType.Auto), P("x", None)) == []
 
 
+@pytest.mark.weekly
 @pytest.mark.some(1)
 @pytest.mark.standard_promotion  # for `optax.apply_updates`
 @each_axis_type
@@ -334,6 +336,7 @@ def test_optax_update_and_f32_weights_are_sharded_like_the_parameters(axis_type)
     assert master["w"].dtype == jnp.float32
 
 
+@pytest.mark.weekly
 @pytest.mark.some(1)
 @each_axis_type
 def test_small_and_f32_parameters_step_locally(axis_type):

@@ -100,7 +100,7 @@ def test_fp8_layers_of_one_shape_are_traced_once(monkeypatch):
     assert len(calls) <= 2 * 3 * 2
 
 
-def test_amp_leaves_no_call_around_an_operation():
+def test_amp_leaves_no_call_but_those_of_regions():
     def calls(jaxpr):
         names = ("jit", "pjit", "closed_call")
         return [
@@ -110,7 +110,7 @@ def test_amp_leaves_no_call_around_an_operation():
         ]
 
     plain = calls(trace(lambda func: func, F32))
-    assert set(calls(trace(in_bf16, F32))) <= set(plain)
+    assert set(calls(trace(in_bf16, F32))) <= {*plain, "region"}
 
 
 def test_number_that_a_jitted_layer_gets_outside_jit_compiles_nothing():

@@ -152,7 +152,7 @@ CASES = {
 }
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", CASES)
 def test_f32_inputs_give_the_same_numbers(name, monkeypatch):

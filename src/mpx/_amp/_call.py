@@ -205,22 +205,21 @@ def _call_pure(
         jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x for x in arrays
     ]
     roles = roles_of(visitor, call, describe)
-    losses: list[bool] = []  # made, as is `merge`, while the function is traced
-    merge = lambda outs: outs  # noqa: E731
+    made: list[tuple[Callable[[list[PyTree]], PyTree], list[bool]]] = []
 
     def flat(*arrays: PyTree) -> list[PyTree]:
-        nonlocal merge
         func, args, kwargs = put_back(arrays)
         result = func(*args, **kwargs)
         outs, merge = _take_arrays(result)
-        losses[:] = _are_losses(result)
+        made.append((merge, _are_losses(result)))
         return outs
 
     kept_types = visitor.kept_types
     kept = calls_marked(kept_types) if kept_types else contextlib.nullcontext()
     low = [i for i, x in enumerate(arrays) if is_low(x) and visitor.widens_params]
     with visitor.tracing(), kept:
-        (body, consts), widened, dtypes = _trace(flat, arrays, low, roles)
+        (body, consts), widened, dtypes = _trace(flat, arrays, low, roles, made)
+    merge, losses = made[-1]
     if (recording := current_recording()) is not None:
         for name, array in zip(roles.named, arrays, strict=True):
             recording.names.setdefault(id(array), name)  # the first name counts
@@ -273,11 +272,12 @@ def _trace(
     arrays: Sequence[PyTree],
     low: Sequence[int],
     roles: Roles,
+    made: list[Any],
 ) -> tuple[tuple[Any, Sequence[PyTree]], set[int], list[PyTree]]:
     """Traces a function; 16-bit parameters as if they were f32.
 
     Returns the jaxpr, which arrays it takes in f32, and the dtypes of the results as the
-    function is written.
+    function is written. The last of what the function has `made` is that of the jaxpr.
 
     Such a parameter is storage, and so is what is differentiated: a gradient adds up in f32.
     A function that multiplies it with 16-bit inputs may insist on equal dtypes: then inputs
@@ -286,7 +286,7 @@ def _trace(
     """
     is_owner = any([is_param for _, is_param in roles.named])
     chosen = [i for i in low if roles.named[i][1] or roles.asked[i] or not is_owner]
-    written, refused = _attempt(flat, arrays) if chosen else (None, None)
+    refused: Exception | None = None
     for positions in [chosen, low][: 1 + (chosen != low)] if chosen else ():
         types = [
             x.update(dtype=F32, weak_type=False) if i in positions else x
@@ -296,7 +296,11 @@ def _trace(
         if found is None:
             refused = error
             continue
-        outs = found[0].outvars
+        outs, result = found[0].outvars, made[-1]
+        if all(result[1]):  # Losses are f32, whatever the function would return.
+            return found, {*positions}, [None] * len(outs)
+        written, _ = _attempt(flat, arrays)
+        made.append(result)
         if written is None:  # A convolution may need equal dtypes, which it has in f32.
             given = dict(zip(found[0].invars, dtypes_of(arrays), strict=True))
             dtypes = [None if isinstance(x, Literal) else given.get(x) for x in outs]

@@ -52,6 +52,7 @@ from mpx._casting._context import COMPUTE, in_gradient_function, under_amp
 from mpx._jax._compat import (
     bind,
     eval_equation,
+    is_abstract,
     is_plain_call,
     open_jaxpr,
     scan_sizes,
@@ -98,6 +99,7 @@ class Autocast(Settings):
             places = traced.places if traced.has_params else None
             self.rules = rules.for_call(traced.named_arrays(), places)
         self.is_plain = rules.is_plain
+        self.is_abstract = is_abstract([*traced.arrays, *traced.consts])
         return traced
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:

@@ -332,6 +332,7 @@ class Settings(Transformation):
     caller: Equation = None
     in_loop: bool = False  # Whether the body of a scan is visited
     is_plain: bool = False
+    is_abstract: bool = False  # Whether it is a part of a program that is traced
     # Whether results of the running body may be rounded to be returned: all, none, or each
     may_round: bool | tuple[bool, ...] = False
     # Which linear algebra the results of the running body reach

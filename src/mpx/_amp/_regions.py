@@ -30,6 +30,7 @@ from mpx._amp._facts import (
     is_bias,
     is_eligible,
     is_low,
+    wider,
 )
 from mpx._amp._hints import in_order_back, is_spread, run_region, sums_low
 from mpx._amp._layout import Layout, is_variable, joined
@@ -79,30 +80,58 @@ def again(
     The cotangents of arrays that equations outside read, too, are f32: they add up before
     they are rounded, so that a difference of two is exact.
     """
-    pairs = [*zip(values, atoms, strict=True)]
-    held = [is_low(x) and is_eligible(var.aval) for x, var in pairs]
-    low = [x if y else None for x, y in zip(values, held, strict=True)]
+    held = [
+        is_low(x) and is_eligible(var.aval)
+        for x, var in zip(values, atoms, strict=True)
+    ]
     reading = map(amp.frame.layout.reading, atoms)
     shared = [any(i not in inside for i in indices) for indices in reading]
-    wide = [
-        None if y and not z and func.keeps else amp.widen(x) if y else x
+    is_read = func.is_exact or func.keeps is not None
+    low = [
+        x if y and (is_read or not z) else None
         for x, y, z in zip(values, held, shared, strict=True)
     ]
-
-    if func.keeps is None:
-        return func.read(low if func.is_exact else [None] * len(low), wide)
-    # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
-    # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
-    call = jax.checkpoint(func.read, prevent_cse=True, policy=func.keeps)
-    return call(low, wide)
+    wide = [
+        None if y and not z else amp.widen(x) if y else x
+        for x, y, z in zip(values, held, shared, strict=True)
+    ]
+    return (func.compiled if amp.is_abstract else func.call)(low, wide)
 
 
-def _held_as(low: Any, wide: Any, is_exact: bool) -> Any:
-    if low is None:
-        return wide
-    if wide is None and not is_exact:
-        return cast(low, F32)
-    return _derived(low, cast(low, F32) if wide is None else wide, is_exact)
+class Region:
+    """What a region computes, of arrays as they are stored, and in f32 where others read them."""
+
+    def __init__(
+        self,
+        run: Callable[..., Values],
+        keeps: Callable[..., bool] | None,
+        is_exact: bool = False,
+    ) -> None:
+        """Takes which results are kept for the backward pass; `None` if it is linear.
+
+        `is_exact` says that XLA may not leave out the rounding of what it reads.
+        """
+        self.keeps, self.is_exact = keeps, is_exact
+
+        def region(low: Sequence[Any], wide: Sequence[Any]) -> Values:
+            return run(*map(self._held_as, low, wide))
+
+        # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
+        # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
+        is_linear = keeps is None
+        again = functools.partial(jax.checkpoint, prevent_cse=True, policy=keeps)
+        self.call = region if is_linear else again(region)
+        # One object for regions that are alike: JAX traces and differentiates it once.
+        self.compiled = jax.jit(self.call)
+
+    def _held_as(self, low: Any, wide: Any) -> Any:
+        if low is None:
+            return wide
+        if wide is None:
+            wide = (wider if self.keeps is None else cast)(low, F32)
+            if not self.is_exact:
+                return wide
+        return _derived(low, wide, self.is_exact)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -119,25 +148,6 @@ def _derived(low: Any, wide: Any, is_exact: bool) -> Any:
 def _(is_exact: bool, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
     # Not of the wide one, so that no one reads it.
     return _derived(primals[0], primals[0].astype(F32), is_exact), tangents[1]
-
-
-class Region:
-    """What a region computes."""
-
-    def __init__(
-        self,
-        run: Callable[..., Values],
-        keeps: Callable[..., bool] | None,
-        is_exact: bool = False,
-    ) -> None:
-        """Takes which results are kept for the backward pass; `None` if it is linear.
-
-        `is_exact` says that XLA may not leave out the rounding of what it reads.
-        """
-        self.run, self.keeps, self.is_exact = run, keeps, is_exact
-        # One object for regions that are alike: JAX traces it once.
-        held = functools.partial(_held_as, is_exact=is_exact)
-        self.read = lambda low, wide: run(*map(held, low, wide))
 
 
 class Part(NamedTuple):

@@ -23,6 +23,7 @@ from mpx._jax._private import (
     ClosedJaxpr,
     Jaxpr,
     Tracer,
+    concrete_or_error,
     current_name_stack,
     private,
     user_context,
@@ -106,6 +107,16 @@ def unspecified_sharding() -> Any:
 def is_tracer(x: object) -> bool:
     """Returns whether `x` is an abstract value inside a JAX transformation."""
     return isinstance(x, Tracer)
+
+
+def is_abstract(values: Sequence[PyTree]) -> bool:
+    """Returns whether one of the values is known only when a traced program runs."""
+    for x in filter(is_tracer, values):
+        try:
+            concrete_or_error(None, x)
+        except jax.errors.ConcretizationTypeError:
+            return True
+    return False
 
 
 def variable_of(x: object) -> Any:

@@ -20,6 +20,7 @@ from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import Literal as Literal
 from jax.extend.core import Primitive as Primitive
 from jax.extend.core import Var as Var
+from jax.extend.core import concrete_or_error as concrete_or_error
 from jax.extend.source_info_util import current_name_stack as current_name_stack
 from jax.extend.source_info_util import user_context as user_context
 
