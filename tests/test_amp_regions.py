@@ -504,3 +504,28 @@ def test_a_norm_reads_numbers_of_any_size(size, dtype):
         mpx.StaticLossScaling(1.0), params, x
     ).grads
     assert error(grads, jax.grad(loss)(params, x)) < 0.02
+
+
+MAXIMA = {
+    "of a row": lambda s: s.max(-1),
+    "of a column": lambda s: s.min(0),
+    "as a scale": lambda s: s / jnp.max(jnp.abs(s), -1, keepdims=True),
+    "in a remat": jax.checkpoint(lambda s: s.max(-1)),
+    "compared by hand": lambda s: jnp.where(s == s.max(-1, keepdims=True), s**2, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", [*MAXIMA, "softmax"])
+def test_a_maximum_that_is_compared_is_computed_again_with_what_it_is_that_of(name):
+    # XLA adds products in one step or in two: a kept maximum may equal none of them then, and
+    # its gradient be lost. Without XLA's optimizations, as here, only the program shows it.
+    def loss(p, x):
+        s = (x @ p["w"]) * p["g"] + (x @ p["u"]) * p["b"]
+        return jnp.sum(MAXIMA.get(name, jax.nn.softmax)(s) ** 2)
+
+    p = {"w": W, "u": W.T, "g": W[:1], "b": W[1:2]}
+    program = jax.make_jaxpr(jax.grad(amp(loss)))(p, X).jaxpr
+    count = sum(
+        x.primitive.name in ("reduce_max", "reduce_min") for x in equations(program)
+    )
+    assert (count == 1) == (name == "softmax")

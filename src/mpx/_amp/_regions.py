@@ -32,7 +32,12 @@ from mpx._amp._facts import (
     is_low,
     wider,
 )
-from mpx._amp._hints import in_order_back, is_spread, run_region, sums_low
+from mpx._amp._hints import (
+    in_order_back,
+    is_spread,
+    run_region,
+    sums_low,
+)
 from mpx._amp._layout import Layout, is_variable, joined
 from mpx._jax._compat import (
     eval_equation,
@@ -62,6 +67,8 @@ _LINEAR = that("linear").union(CALLS)
 _PIECEWISE = _LINEAR | that("pieces", "steps") | {"custom_jvp_call"}
 _STEPS = that("steps")
 _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min argmax argmin"))
+_MAXIMA = frozenset(names("reduce_max reduce_min"))
+_COMPARED = frozenset(names("eq ne lt le gt ge"))
 _SMALL = 8  # A reduction over so many numbers is kept for the backward pass.
 
 
@@ -431,6 +438,8 @@ def _make(
     kept = [_keeps(x.primitive, *[y.aval for y in x.invars], **x.params) for x in steps]
     if has_codes:
         return Region(compute, None, any(kept))
+    if _compares_maxima(part):
+        return Region(compute, _keeps_sums, any(kept))
     is_piecewise = all(_is_linear(x, _PIECEWISE) for x in steps)
     return Region(compute, _keeps_steps if is_piecewise else _keeps, any(kept))
 
@@ -459,6 +468,40 @@ def _keeps(primitive: Any, *avals: Any, **params: Any) -> bool:
     axes = params["axes"]
     sizes = [avals[0].shape[axis] for axis in axes]
     return all(isinstance(x, int) for x in sizes) and math.prod(sizes) >= _SMALL
+
+
+def _keeps_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Returns the same for a region that compares maxima with what they are those of."""
+    return primitive.name not in _MAXIMA and _keeps(primitive, *avals, **params)
+
+
+def _compares_maxima(part: Part) -> bool:
+    """Returns whether a maximum is compared with what it is the maximum of.
+
+    That is how its derivative finds where it is. If it were kept for the backward pass, and
+    what it is compared with computed again, none might be equal to it.
+    """
+    found: set[Any] = set()  # what maxima enter
+    moved = {v for v, _ in part.outs}  # what is differentiated
+    names_in = {
+        id(eqn): {eqn.primitive.name, *(x.primitive.name for x in equations(eqn))}
+        for eqn in part.equations
+    }
+    for eqn in part.equations:
+        reads = not found.isdisjoint(filter(is_variable, eqn.invars))
+        if reads and not _COMPARED.isdisjoint(names_in[id(eqn)]):
+            return True
+        if reads or not _MAXIMA.isdisjoint(names_in[id(eqn)]):
+            found.update(eqn.outvars)
+    for eqn in reversed(part.equations):
+        name, outs = eqn.primitive.name, eqn.outvars
+        if moved.isdisjoint(outs) or name == "stop_gradient":
+            continue
+        if name != "custom_jvp_call" and not _MAXIMA.isdisjoint(names_in[id(eqn)]):
+            return True
+        if any(is_eligible(v.aval) for v in outs):
+            moved.update(filter(is_variable, eqn.invars))
+    return False
 
 
 def _keeps_steps(primitive: Any, *avals: Any, **params: Any) -> bool:
