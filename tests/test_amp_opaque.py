@@ -264,3 +264,29 @@ def test_report_of_symbolic_sizes_asks_for_numbers():
     x = jax.ShapeDtypeStruct((size, D), jnp.float32)
     with pytest.raises(ValueError, match=r"the symbolic shape \(b, 8\). Pass numbers"):
         mpx.inspect.report(amp(lambda x: jnp.sum(x @ W)), x)
+
+
+@jax.custom_vjp
+def gram(z):
+    return z @ z.T
+
+
+gram.defvjp(lambda z: (z @ z.T, z), lambda z, g: ((g + g.T) @ z,))
+
+
+@pytest.mark.parametrize("within", ["nothing", "scan"])
+def test_products_of_a_derivative_rule_that_reach_linear_algebra_stay_in_f32(within):
+    def volume(z):
+        return jnp.sum(jnp.log(jnp.diag(jnp.linalg.cholesky(gram(z) + jnp.eye(8)))))
+
+    def loss(z):
+        if within == "nothing":
+            return volume(z)
+        return lax.scan(lambda sum, z: (sum + volume(z), None), 0.0, z[None])[0]
+
+    program = jax.make_jaxpr(jax.grad(amp(loss)))(jnp.ones((8, 16)))
+    products = [
+        x for x in equations(program.jaxpr) if x.primitive.name == "dot_general"
+    ]
+    assert len(products) >= 2
+    assert {str(v.aval.dtype) for x in products for v in x.invars} == {"float32"}

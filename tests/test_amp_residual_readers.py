@@ -172,7 +172,7 @@ def test_the_stream_before_a_norm_by_two_moments_is_coded(offset, keepdims):
         mean, square = (jnp.mean(x, -1, keepdims=keepdims) for x in (h, h * h))
         scale = jax.lax.rsqrt(jnp.maximum(square - mean**2, 0) + 1e-6)
         mean, scale = (x if keepdims else x[:, None] for x in (mean, scale))
-        return jnp.mean(jnp.tanh((h - mean) * scale @ p["v"]) * x)
+        return jnp.mean(jnp.tanh((h - mean) * scale @ p["v"]) @ p["w"])
 
     func = mpx.amp(loss, rules="original", residuals="int8")
     found, exact = (jax.jit(jax.grad(f))(PARAMS, X) for f in (func, loss))
@@ -233,3 +233,62 @@ def test_masks_are_no_scale_of_a_block(name, func, fill):
     for key in params:
         difference = np.linalg.norm(coded[key] - plain[key])
         assert difference < 0.02 * np.linalg.norm(plain[key])
+
+
+# One variable in sixteen is in a unit of its own, which weights undo.
+UNITS = jnp.where(jnp.arange(N) % 16 == 0, 1000.0, 1.0)[None]
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "before an activation"])
+def test_weights_that_are_arguments_may_undo_that_numbers_are_unlike(where):
+    def loss(p, x, y, weights):
+        h = x @ p["w"]
+        if where == "before an activation":
+            return jnp.mean(jnp.tanh(h * UNITS @ jnp.eye(N) * weights) * y)
+        error = h - y
+        if where == "inside":
+            return jnp.mean((error * weights) ** 2)
+        return jnp.mean(weights**2 * error**2)
+
+    args = X, TARGETS * UNITS + NOISE * UNITS, 1 / UNITS
+    p = PARAMS if where == "before an activation" else {"w": PARAMS["w"] * UNITS}
+    low, plain, exact = (
+        jax.jit(jax.grad(f))(p, *args)["w"]
+        for f in (mpx.amp(loss, residuals="int8"), mpx.amp(loss), loss)
+    )
+    off = [jnp.linalg.norm((x - exact) / UNITS) for x in (low, plain)]
+    assert off[0] < 2 * off[1] + 0.02 * jnp.linalg.norm(exact / UNITS)
+
+
+@pytest.mark.parametrize("width", [48, 100])
+def test_small_rows_before_a_norm_keep_their_numbers_at_any_width(width):
+    keys = jax.random.split(jax.random.key(9), 3)
+    p = {
+        "w": jax.random.normal(keys[0], (N, width)) / 16,
+        "v": jax.random.normal(keys[1], (width, N)) / 7,
+    }
+    x = X * jnp.exp(jax.random.normal(keys[2], (ROWS, 1)))
+
+    def loss(p, x):
+        h = jax.nn.relu(x @ p["w"]) @ p["v"]
+        h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+        return jnp.mean(jnp.tanh(h) * NOISE)
+
+    low, plain, exact = (
+        jax.jit(jax.grad(f))(p, x)
+        for f in (mpx.amp(loss, residuals="int8"), mpx.amp(loss), loss)
+    )
+    for key, wanted in exact.items():
+        off = [jnp.linalg.norm(x[key] - wanted) for x in (low, plain)]
+        assert off[0] < 2 * off[1] + 0.02 * jnp.linalg.norm(wanted), key
+
+
+def test_complex_numbers_are_not_taken_for_real_ones():
+    def loss(p, x):
+        return jnp.mean(jnp.abs(jnp.fft.fft(x @ p["w"]) * np.complex64(1 + 2j)) ** 2)
+
+    low, plain = (
+        jax.jit(jax.grad(f))(PARAMS, X)["w"]
+        for f in (mpx.amp(loss, residuals="int8"), mpx.amp(loss))
+    )
+    assert jnp.linalg.norm(low - plain) < 0.02 * jnp.linalg.norm(plain)

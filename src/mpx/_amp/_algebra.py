@@ -26,7 +26,9 @@ class Reached(NamedTuple):
 
 
 def reach(jaxpr: Any, wanted: Sequence[Reached | None] = ()) -> dict[Any, Reached]:
-    """Returns what the variables of an open jaxpr reach, given its results'."""
+    """Returns what the variables of an open jaxpr reach, given its results'; one for all."""
+    if len(wanted) == 1:
+        wanted = [*wanted] * len(jaxpr.outvars)
     if not any(wanted) and not holds(jaxpr, SOLVERS):
         return {}
     return pull(jaxpr, wanted, _operands, max)

@@ -1,6 +1,5 @@
 """The codes of `amp(residuals=...)`: arrays in 8 bits, with a peak for each block."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -88,22 +87,14 @@ def can_code(aval: Aval) -> bool:
 
 
 def axis_of(aval: Aval) -> int:
-    """Returns the axis of an array that is split into blocks: the last one, or a better.
+    """Returns the axis of an array that is split into blocks: the last one.
 
-    JAX cannot split an axis with an explicit sharding, and XLA may shard others: on several
-    devices it is an axis that keeps each block on one of them. XLA is slow to take maxima
-    along an axis before one of an odd length, as 128 in (3072, 128, 197), so another is
-    preferred.
+    A block that lay across rows would hold large and small ones, and what reads them may
+    divide each by its own size, as the derivative of a norm does. JAX cannot split an axis
+    with an explicit sharding: then it is the last of the others.
     """
-    shape = aval.shape
-    after = [math.prod(shape[axis + 1 :]) for axis in range(aval.ndim)]
-    free = [axis for axis in reversed(range(aval.ndim)) if not _is_sharded(aval, axis)]
-    free.sort(key=lambda axis: after[axis] > 1 and after[axis] % BLOCK > 0)
-    for length in (BLOCK * jax.device_count(), BLOCK):
-        for axis in free:
-            if shape[axis] % length == 0:
-                return axis
-    return aval.ndim - 1
+    free = [axis for axis in range(aval.ndim) if not _is_sharded(aval, axis)]
+    return free[-1] if free else aval.ndim - 1
 
 
 def _is_sharded(aval: Aval, axis: int) -> bool:

@@ -37,6 +37,7 @@ from mpx._program._queries import (
     ATTENTION,
     CALLS,
     CROSS_ENTROPY,
+    CUSTOM,
     MATMULS,
     Equation,
     Position,
@@ -48,7 +49,7 @@ from mpx._program._queries import (
 _MAY_BE_LOW = (Rule.LOW, Rule.WIDEST, Rule.FOLLOW)
 Place = Literal["inside", "stored", "alone", "matmul"]
 """How an equation takes part in regions; see the table of rules."""
-_RULED = (*CALLS, "custom_jvp_call", "custom_vjp_call")
+_RULED = (*CALLS, *CUSTOM)
 _MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY))
 _OPAQUE = (
     "`amp` does not know the operation `{name}`, which holds matmuls: they run as they are "

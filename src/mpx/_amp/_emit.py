@@ -79,6 +79,7 @@ from mpx._program._interpreter import (
 from mpx._program._primitives import that
 from mpx._program._queries import (
     CALLS,
+    CUSTOM,
     MATMULS,
     Equation,
     Verdict,
@@ -148,14 +149,27 @@ class Autocast(Settings):
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
         outer = self.in_loop, self.caller, self.may_round, self.wanted
+        self.in_loop, self.may_round, self.wanted = self._entered(eqn)
         self.in_loop |= eqn.primitive.name == "scan"
-        self.may_round, self.wanted = self._may_round(eqn), self._wanted(eqn)
         if self.decisions is not None and source_frames(eqn):
             self.caller = eqn
         try:
             yield
         finally:
             self.in_loop, self.caller, self.may_round, self.wanted = outer
+
+    def _entered(self, eqn: Equation) -> tuple[PyTree, ...]:
+        """Returns what holds in the bodies of an equation.
+
+        A derivative rule may run when the function around it has been visited.
+        """
+        if self.frame.eqn is eqn or id(eqn) not in self.entered:
+            self.entered[id(eqn)] = (
+                self.in_loop,
+                self._may_round(eqn),
+                self._wanted(eqn),
+            )
+        return self.entered[id(eqn)]
 
     def _may_round(self, eqn: Equation) -> bool | tuple[bool, ...]:
         """Returns which results of a body may be rounded to be returned.
@@ -173,14 +187,17 @@ class Autocast(Settings):
         return True
 
     def cache_key(self, eqn: Equation, more: PyTree) -> tuple[PyTree, ...] | None:
-        return self.in_loop, self._may_round(eqn), self._wanted(eqn)
+        return self._entered(eqn)
 
     def _wanted(self, eqn: Equation) -> tuple[Reached | None, ...]:
         """Returns which linear algebra the results of a body reach."""
         layout = self.frame.layout
         if layout is None or not layout.reached:
             return ()
-        return reached_inside(eqn, [layout.reached.get(x) for x in eqn.outvars])
+        found = [layout.reached.get(x) for x in eqn.outvars]
+        if eqn.primitive.name in CUSTOM:  # Also what the rule computes, all of it
+            return tuple(x for x in [max(filter(None, found), default=None)] if x)
+        return reached_inside(eqn, found)
 
     def prepared(self, jaxpr: Jaxpr, scopes: Scopes) -> Jaxpr:
         # A jitted function stores nothing: regions reach into it. A rule is a border.

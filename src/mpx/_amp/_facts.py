@@ -337,6 +337,8 @@ class Settings(Transformation):
     may_round: bool | tuple[bool, ...] = False
     # Which linear algebra the results of the running body reach
     wanted: tuple[Any, ...] = ()
+    # What holds in the bodies of an equation, by its `id`
+    entered: dict[int, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     # Which equations with bodies hold matmuls, and functions of regions, by what they compute
     works: dict[Any, tuple[Equation, bool]] = dataclasses.field(default_factory=dict)
     parts: dict[Any, Any] = dataclasses.field(default_factory=dict)

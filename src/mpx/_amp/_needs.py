@@ -156,8 +156,13 @@ class Roots:
         if is_var(atom):
             return self.facts[atom]
         is_number = atom.aval.dtype != jax.dtypes.float0
-        numbers = np.ravel(np.asarray(atom.val if is_number else 0, np.float32))
-        signs = {*np.sign(numbers).tolist()}
+        numbers = np.ravel(np.asarray(atom.val if is_number else 0))
+        is_complex = numbers.dtype.kind == "c"
+        numbers = np.abs(numbers).astype(np.float32) if is_complex else numbers
+        signs = {
+            *np.sign(np.float32(numbers)).tolist(),
+            *([None] if is_complex else []),
+        }
         is_large = not np.all(np.abs(numbers) <= _LARGE)
         sizes = ROUGH if is_large else BOUNDED
         found = (
@@ -213,6 +218,8 @@ class Roots:
             return BOUNDED
         if name in PRODUCTS:
             return ALIKE
+        if name == "mul" and any(map(self._is_given, reads)):
+            return ROUGH
         if name in _MIXES and most >= BY_ROW and not all(x.is_row for x in reads):
             return ROUGH
         if name == "div" and reads[1].is_row:
@@ -363,11 +370,18 @@ class Roots:
         if name != "mul":
             return [exact] * len(reads)
         # A sum over each row is a number for each row.
-        is_rough = lambda x: x.sizes == ROUGH and not all(y.is_sum for y in reads)  # noqa: E731
+        is_rough = lambda x: (  # noqa: E731
+            (x.sizes == ROUGH or self._is_given(x)) and not all(y.is_sum for y in reads)
+        )
         return [
             Need(_UNLIKE) if is_rough(x) else Need("", x.sizes >= BY_ROW)
             for x in reads[::-1]
         ]
+
+    def _is_given(self, x: Fact) -> bool:
+        """Returns whether a factor is made of arguments, which hold numbers of any size."""
+        is_known = bool(x.origins) and x.origins <= self._alive
+        return is_known and not (x.is_linear or x.is_param or x.is_row)
 
     def _ask(self, eqn: Equation) -> None:
         """Makes results that are needed roots, or finds the needs for the operands."""

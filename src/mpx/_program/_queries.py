@@ -55,6 +55,7 @@ HI_PRIMITIVE = "call_hi_primitive"
 REMAT = names("checkpoint remat2 remat")
 LOOPS = ("scan", "while")
 CALLS = ("jit", "pjit", "closed_call", *REMAT)
+CUSTOM = names("custom_jvp_call custom_vjp_call")
 
 
 def sub_jaxprs(eqn: Equation) -> Iterator[Any]:

@@ -46,6 +46,7 @@ from mpx._program._interpreter import (
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
+    CUSTOM,
     GROUPED,
     MATMULS,
     MOVES,
@@ -210,7 +211,6 @@ def _power(x: Array) -> Array:
 # --- The program ----------------------------------------------------------------------
 
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
-_DERIVED = names("custom_jvp_call custom_vjp_call")
 # Kernels that have no code for f32, or another one.
 _KERNELS = (
     *ATTENTION,
@@ -260,7 +260,7 @@ class _Rounding(Visitor):
         by_platform = bool(eqn.params.get("branches_platforms"))
         if name in _NESTED and not by_platform:
             return HANDLERS[name](self, _with_seed(op))
-        if name in _DERIVED or by_platform:
+        if name in CUSTOM or by_platform:
             return self._inline(op)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
         if name in HANDLERS or has_body(eqn) or (touched and name in _KERNELS):
