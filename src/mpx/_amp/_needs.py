@@ -101,9 +101,8 @@ class Need(NamedTuple):
 class Roots:
     """The roots of an open jaxpr, whose inputs are "param", "alive", "constant" or "data".
 
-    Constants may hold numbers of any size, such as a mask does.
-
-    `wanted` are the values that `program`, its backward pass, reads. Calls are inlined.
+    Constants may hold numbers of any size, such as a mask does. `wanted` are the values that
+    `program`, its backward pass, reads. Calls are inlined.
     """
 
     def __init__(
@@ -156,19 +155,14 @@ class Roots:
         if is_var(atom):
             return self.facts[atom]
         is_number = atom.aval.dtype != jax.dtypes.float0
-        numbers = np.ravel(np.asarray(atom.val if is_number else 0))
-        is_complex = numbers.dtype.kind == "c"
-        numbers = np.abs(numbers).astype(np.float32) if is_complex else numbers
-        signs = {
-            *np.sign(np.float32(numbers)).tolist(),
-            *([None] if is_complex else []),
-        }
-        is_large = not np.all(np.abs(numbers) <= _LARGE)
-        sizes = ROUGH if is_large else BOUNDED
-        found = (
-            {0: _ZERO, 1: _POSITIVE, -1: _NEGATIVE}.get(signs.pop()) if signs else None
-        )
-        return Fact(frozenset(), sizes, None if signs else found, True, True, False)
+        value = np.asarray(atom.val if is_number else 0)
+        parts = [np.real(value), np.imag(value)][: 1 + np.iscomplexobj(value)]
+        numbers = np.ravel(np.asarray(parts, np.float32))
+        sizes = BOUNDED if np.all(np.abs(numbers) <= _LARGE) else ROUGH
+        signs = {*np.sign(numbers).tolist()}
+        found = {0: _ZERO, 1: _POSITIVE, -1: _NEGATIVE}.get(min(signs, default=2))
+        sign = found if len(signs) == 1 else None
+        return Fact(frozenset(), sizes, sign, True, True, False)
 
     # --- From operands to results ---
 
@@ -218,21 +212,18 @@ class Roots:
             return BOUNDED
         if name in PRODUCTS:
             return ALIKE
-        if name == "mul" and any(map(self._is_given, reads)):
-            return ROUGH
-        if name in _MIXES and most >= BY_ROW and not all(x.is_row for x in reads):
+        is_mixed = most >= BY_ROW and not all(x.is_row for x in reads)
+        if (name in _MIXES and is_mixed) or (
+            name == "mul" and any(map(self._is_given, reads))
+        ):
             return ROUGH
         if name == "div" and reads[1].is_row:
             is_number = _size(eqn.invars[1]) == 1
             return reads[0].sizes if is_number else max(reads[0].sizes, BY_ROW)
         is_moved = name in _PICKS or any(x.is_linear for x in reads)
-        return (
-            max(most, ALIKE)
-            if is_moved and name != "div"
-            else (
-                most if name != "div" and (name in _BEARS or _is_power(eqn)) else ROUGH
-            )
-        )
+        if name == "div" or not (is_moved or name in _BEARS or _is_power(eqn)):
+            return ROUGH
+        return max(most, ALIKE) if is_moved else most
 
     def _is_safe(self, eqn: Equation, reads: Sequence[Fact]) -> bool:
         """Returns whether terms do not cancel, or are functions of one value as in an activation.
@@ -250,9 +241,8 @@ class Roots:
         if eqn.primitive.name == "sub":
             signs[1] = _FLIPPED.get(signs[1])
         origins = frozenset[Any]().union(*(x.origins for x in terms))
-        is_one = len(origins - self._alive) <= 1
         is_smooth = any(x.sizes == BOUNDED for x in terms) or signs[0] == signs[1]
-        return _ZERO in signs or (is_one and is_smooth)
+        return _ZERO in signs or (len(origins - self._alive) <= 1 and is_smooth)
 
     def _is_plain(self, root: Any) -> bool:
         """Returns whether a root is a product, or the distance to a mean."""
@@ -380,8 +370,8 @@ class Roots:
 
     def _is_given(self, x: Fact) -> bool:
         """Returns whether a factor is made of arguments, which hold numbers of any size."""
-        is_known = bool(x.origins) and x.origins <= self._alive
-        return is_known and not (x.is_linear or x.is_param or x.is_row)
+        is_other = x.is_linear or x.is_param or x.is_row or not x.origins
+        return not is_other and x.origins <= self._alive
 
     def _ask(self, eqn: Equation) -> None:
         """Makes results that are needed roots, or finds the needs for the operands."""
