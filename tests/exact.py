@@ -214,7 +214,7 @@ def evaluated(program, args, dtype, draws, codes=None):
     exact = Exact().jaxpr(program, leaves)
     farthest = np.zeros(len(exact))
     for i in range(draws):
-        scale = 0.5 + (i + 0.5) / draws / 2
+        scale = 1 - i / draws / 2  # the first grid is that of the format itself
         drawn = Draw(dtype, scale, codes, i % 3 == 0).jaxpr(program, leaves)
         pairs = zip(drawn, exact, strict=True)
         farthest = np.maximum(farthest, [np.linalg.norm(x - y) for x, y in pairs])
@@ -430,7 +430,11 @@ NUMPY = {
     "broadcast_in_dim": spread,
     "convert_element_type": converted,
     "pad": padded,
-    "reshape": lambda p, x: np.reshape(x, p["new_sizes"]),
+    # The transpose of a grouped convolution changes the order of axes as well.
+    "reshape": lambda p, x: np.reshape(
+        x if p["dimensions"] is None else np.transpose(x, p["dimensions"]),
+        p["new_sizes"],
+    ),
     "transpose": lambda p, x: np.transpose(x, p["permutation"]),
     "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
     "expand_dims": lambda p, x: np.expand_dims(x, p["dimensions"]),

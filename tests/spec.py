@@ -62,8 +62,12 @@ def before_algebra(jaxpr):
     for eqn in reversed(jaxpr.eqns):
         is_work = exact.holds(eqn, exact.MATMULS)
         reaches = not (is_work or wanted.isdisjoint(eqn.outvars))
-        if reaches or exact.holds(eqn, ALGEBRA):
+        if reaches or eqn.primitive.name in ALGEBRA:
             wanted |= exact.variables(eqn.invars)
+        for body in exact.bodies(eqn):
+            inside = before_algebra(body)
+            pairs = zip(reversed(eqn.invars), reversed(body.invars), strict=False)
+            wanted |= exact.variables(v for v, inner in pairs if inner in inside)
     return wanted
 
 
