@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from models import equations, normal
 from mpx import amp
@@ -162,6 +164,15 @@ def closes_in_backward(w, x):
     return call(x)
 
 
+def closes_without_a_matmul(w, x):
+    call: Any = jax.custom_vjp(lambda x: jnp.sum(x[:, :, None] * w[None], 1))
+    call.defvjp(
+        lambda x: (jnp.sum(x[:, :, None] * w[None], 1), None),
+        lambda _, grad: (jnp.sum(grad[:, None] * W[None], 2),),
+    )
+    return call(x)
+
+
 def closes_in_tangents(w, x):
     call: Any = jax.custom_jvp(lambda x: x @ w)
     call.defjvp(lambda primals, tangents: (primals[0] @ w, tangents[0] @ w))
@@ -170,7 +181,13 @@ def closes_in_tangents(w, x):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 @pytest.mark.parametrize(
-    "func", [closes_in_forward, closes_in_backward, closes_in_tangents]
+    "func",
+    [
+        closes_in_forward,
+        closes_in_backward,
+        closes_in_tangents,
+        closes_without_a_matmul,
+    ],
 )
 def test_rule_that_closes_over_an_argument_is_refused(func, wrap):
     grad = wrap(jax.grad(amp(lambda w, x: jnp.sum(func(w, x))), argnums=1))
@@ -190,6 +207,35 @@ def test_rule_inside_a_loop_may_not_close_over_what_is_around_the_loop():
     grad = jax.jit(jax.grad(amp(lambda w, x: jnp.sum(func(w, x))), argnums=1))
     with pytest.raises(NotImplementedError, match="Pass the array as an argument"):
         grad(W, X)
+
+
+@jax.custom_vjp
+def product(w, x):
+    return x @ w
+
+
+product.defvjp(
+    lambda w, x: (x @ w, (w, x)),
+    lambda kept, grad: (kept[1].T @ grad, grad @ kept[0].T),
+)
+
+
+def in_a_loop(w, x):
+    return lax.scan(lambda x, _: (jax.checkpoint(jnp.matmul)(x, w), None), x, length=1)[
+        0
+    ]
+
+
+@pytest.mark.eight_devices
+@pytest.mark.parametrize("func", [product, in_a_loop])
+def test_rules_and_loops_run_inside_a_shard_map_that_is_not_compiled(func):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    specs: Any = {"in_specs": (P(), P("x")), "out_specs": P("x")}
+    mapped = jax.shard_map(func, mesh=mesh, check_vma=False, **specs)
+    np.testing.assert_allclose(amp(mapped)(W, X), X @ W, atol=D * 2.0**-7)
+    grad = jax.grad(amp(lambda w, x: jnp.sum(mapped(w, x) ** 2)))
+    wanted = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2))(W, X)
+    np.testing.assert_allclose(grad(W, X), wanted, atol=0.02 * np.abs(wanted).max())
 
 
 # --- Effects --------------------------------------------------------------------------

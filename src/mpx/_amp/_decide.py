@@ -121,7 +121,9 @@ def has_work(amp: Settings, eqn: Equation, scopes: Scopes) -> bool:
     key = id(eqn), scopes
     if key not in amp.works:
         around = Position(eqn, scopes)
-        if amp.rules.is_plain and not (amp.rules.keep or scopes):
+        if eqn.primitive.name in CUSTOM and eqn.params.get("num_consts"):
+            found = True  # A rule may close over an array: the visit says so.
+        elif amp.rules.is_plain and not (amp.rules.keep or scopes):
             found = any(_is_work(x.eqn) for x in walk_inside(around))
         else:
             inner = amp.scopes_inside(eqn, scopes)

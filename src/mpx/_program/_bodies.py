@@ -32,6 +32,7 @@ from mpx._jax._compat import (
     hi_has_tangents,
     hi_jaxpr,
     hi_remat,
+    is_abstract,
     is_tracer,
     open_jaxpr,
     scan_options,
@@ -146,14 +147,17 @@ def _shard_map(visitor: Visitor, op: Op) -> Outcome:
             outs, known[:] = visitor.run(body, consts, args, facts, scopes)
         return tuple(as_results(outs, body.outvars))
 
-    outs = jax.shard_map(
+    values = arrays_of(op.values)
+    mapped = jax.shard_map(
         call,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
         axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
-    )(*arrays_of(op.values))
+    )
+    # Run at once, it can hold neither `jax.checkpoint` nor derivative rules.
+    outs = (mapped if is_abstract(values) else jax.jit(mapped))(*values)
     return list(outs), visitor.result_facts(outs, known)
 
 
