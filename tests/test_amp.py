@@ -548,9 +548,10 @@ def test_wrong_derivative_rule_survives(func, factor):
 # --- What equations carry -------------------------------------------------------------
 
 
-def equation_of(func, *args, primitive):
+def equation_of(func, *args, primitive, name=None):
     found = equations(jax.make_jaxpr(func)(*args))
-    return next(eqn for eqn in found if eqn.primitive.name == primitive)
+    found = (eqn for eqn in found if eqn.primitive.name == primitive)
+    return next(eqn for eqn in found if name in (None, eqn.params["name"]))
 
 
 def test_inner_jit_keeps_its_name_and_shardings():
@@ -561,8 +562,10 @@ def test_inner_jit_keeps_its_name_and_shardings():
     def layer(x):
         return x @ W1
 
-    eqn = equation_of(bf16(lambda x: layer(x * 2)), X[0], primitive="jit")
-    plain = equation_of(lambda x: layer(x * 2), X[0], primitive="jit")
+    eqn, plain = (
+        equation_of(func, X[0], primitive="jit", name="layer")
+        for func in (bf16(lambda x: layer(x * 2)), lambda x: layer(x * 2))
+    )
     for name in ("name", "out_shardings", "in_shardings", "donated_invars"):
         assert eqn.params[name] == plain.params[name], name
     out = jax.jit(bf16(lambda x: layer(x * 2)))(X[0])

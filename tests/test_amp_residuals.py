@@ -805,7 +805,7 @@ def test_memory_has_a_row_for_it():
     found = mpx.inspect.memory(func, params, shape)
     low, plain = found["amp, int8 residuals"], found["amp bf16"]
     assert sum(low.residuals.values()) < 0.6 * sum(plain.residuals.values())
-    assert low.peak < 0.8 * plain.peak
+    assert low.peak < 0.9 * plain.peak
 
 
 def test_decoding_waits_for_the_gradient():

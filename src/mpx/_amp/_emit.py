@@ -36,6 +36,7 @@ from mpx._amp._facts import (
     changed,
     is_eligible,
     is_low,
+    stored_as,
 )
 from mpx._amp._follow import Facts, facts_after, held_in, in_f32
 from mpx._amp._hints import (
@@ -288,9 +289,9 @@ def _in_f32(amp: Settings, op: Op, rule: Any = None) -> Values:
     """Runs an equation in f32; its results are rounded if its operands were of 16 bits."""
     known = facts_after(amp, op.eqn, op.facts, rule)
 
-    def compute(*values: PyTree) -> Values:
+    def compute(_: Values, values: Values) -> Values:
         pairs = zip(bind(op.eqn, [*values]), known, strict=True)
-        return [cast(x, amp.dtype) if y.held == Held.LOW else x for x, y in pairs]
+        return [stored_as(x, amp.dtype) if y.held == Held.LOW else x for x, y in pairs]
 
     region, eqns = Region(compute, keeps_nothing), amp.frame.jaxpr.eqns
     inside = [i for i, eqn in enumerate(eqns) if eqn is op.eqn]

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import PyTree
 
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, Rule, RuleLike
@@ -29,6 +28,7 @@ from mpx._jax._compat import (
 )
 from mpx._jax._formats import FORMATS, short_name
 from mpx._jax._frameworks import Named
+from mpx._ops._stored import load, store
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
 from mpx._program._primitives import that
 from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, names
@@ -230,21 +230,13 @@ def cast(x: PyTree, dtype: np.dtype) -> PyTree:
     return x if x.dtype == dtype else convert_dtype(x, dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def wider(x: PyTree, dtype: np.dtype) -> PyTree:
-    """Returns 16-bit numbers in f32; their cotangents are stored in 16 bits, as they are.
-
-    XLA leaves out a rounding between f32 numbers, and would store the cotangents in f32.
-    """
-    return convert_dtype(x, dtype)
-
-
-@wider.defjvp
-def _(
-    dtype: np.dtype, primals: tuple[PyTree], tangents: tuple[PyTree]
-) -> tuple[PyTree, PyTree]:
-    stored = lax.optimization_barrier(tangents[0])
-    return convert_dtype(primals[0], dtype), convert_dtype(stored, dtype)
+def stored_as(x: PyTree, dtype: np.dtype) -> PyTree:
+    """Casts between f32 and the 16 bits in which a number is stored."""
+    if is_low(x) and dtype == F32:
+        return load(x)
+    return (
+        store(x, dtype) if getattr(x, "dtype", None) == F32 != dtype else cast(x, dtype)
+    )
 
 
 def changed(op: Op, change: Callable[[Any], PyTree]) -> Values:
@@ -418,8 +410,7 @@ class Settings(Transformation):
         """Returns a value cast to a dtype, the same array for every equation that asks."""
         made = self.frame.made
         if (id(value), dtype) not in made:
-            is_wider = dtype == F32 and is_low(value)
-            made[id(value), dtype] = value, (wider if is_wider else cast)(value, dtype)
+            made[id(value), dtype] = value, stored_as(value, dtype)
         return made[id(value), dtype][1]
 
     def grad_dtype(self, value: PyTree) -> np.dtype:

@@ -106,7 +106,7 @@ def outputs_first(x: Array) -> Array:
 def run_region(
     jaxpr: Jaxpr,
     args: Sequence[Array],
-    back: Callable[[Equation, Values], Values] = lambda eqn, outs: outs,
+    back: Callable[[Equation, Values, Values], Values] = lambda eqn, ins, outs: outs,
 ) -> Values:
     """Runs the f32 operations of a region; `back` may ask for something of cotangents.
 
@@ -129,7 +129,7 @@ def run_region(
                 if (angle := _angle_of_sum(eqn, angles)) is not None:
                     # Shorter, and 1 does not cancel most of a tanh near -1.
                     return [2 * lax.logistic(2 * angle)]
-            outs = back(eqn, run_alone(eqn, values))
+            outs = back(eqn, values, run_alone(eqn, values))
             return mean_apart(frame, eqn, outs) if on_gpu else outs
 
     inputs = [*jaxpr.constvars, *jaxpr.invars]

@@ -3,11 +3,18 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from mpx._amp._decide import Place, place_of
-from mpx._amp._facts import Held, Settings, is_eligible
+from mpx._amp._facts import Settings, is_eligible
 from mpx._jax._compat import Literal, scopes_of
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Jaxpr, Plan, Scopes
+from mpx._program._primitives import that
+
+_MOVES = that("same") | {"convert_element_type"}
+_SCALAR = 8  # bytes
 
 
 class Layout:
@@ -43,16 +50,11 @@ class Layout:
                 self.readers.setdefault(var, []).append(i)
         pairs = zip(jaxpr.outvars, may_round, strict=True)
         self.returned = {var: may for var, may in pairs if is_variable(var)}
-        self.earlier: dict[int, int] = {}  # For an effect, the one before
+        effects = [i for i in self.places if jaxpr.eqns[i].effects]
+        # For an effect, the one before.
+        self.earlier = dict(zip(effects[1:], effects, strict=False))
         self.reached: dict[Any, Any] = {}  # Values that reach linear algebra
-        # Whether numbers of 16 bits may enter an equation
-        self.is_low: dict[int, bool] = {}
-        env = amp.frame.env
-        low = {v for v in env if amp.read(v)[1].held in (Held.LOW, Held.RANGE)}
-        for i, place in self.places.items():
-            is_made = place in ("matmul", "stored")
-            self.is_low[i] = is_made or not low.isdisjoint(self.atoms(i))
-            low.update(jaxpr.eqns[i].outvars if self.is_low[i] else ())
+        self.free = self._find_free()
         self._find_stored()
 
     def atoms(self, index: int) -> list[Any]:
@@ -65,16 +67,32 @@ class Layout:
         """Returns the equations that read a value."""
         return self.readers.get(atom, ()) if is_variable(atom) else ()
 
+    def _find_free(self) -> set[int]:
+        """Finds what each region that reads it makes by itself, since that costs less than reading.
+
+        Such are biases, broadcast over examples, and masks of positions.
+        """
+        free, base = set[int](), {v: nbytes(v) for v in self.jaxpr.invars}
+        base |= {v: nbytes(v) for v in self.jaxpr.constvars}
+        for i in self.places:
+            eqn, atoms = self.jaxpr.eqns[i], self.atoms(i)
+            is_cheap = eqn.primitive.name in _MOVES or not _has_floats(eqn.outvars)
+            is_cheap |= all(nbytes(v) <= _SCALAR for v in eqn.outvars)
+            if is_cheap and self._is_inside(i) and base.keys() >= {*atoms}:
+                size = sum(base[v] for v in atoms)
+                if all(nbytes(v) >= size for v in eqn.outvars):
+                    free.add(i)
+                    base |= dict.fromkeys(eqn.outvars, size)
+        return free
+
     def _find_stored(self) -> None:
         """Finds which values are stored, and the equations that form a region.
 
         The level of an equation is the number of borders and stored values that lie between
-        it and regions behind it. What no number of 16 bits enters has level 0: a region may
-        read it whenever it is made.
+        it and regions behind it.
         """
-        eqns, inside = self.jaxpr.eqns, [i for i in self.places if self._is_inside(i)]
-        effects = [i for i in self.places if eqns[i].effects]
-        self.earlier = dict(zip(effects[1:], effects, strict=False))
+        eqns = self.jaxpr.eqns
+        inside = [i for i in self.places if self._is_inside(i) and i not in self.free]
         calls = [i for i in self.places if eqns[i].primitive.name in HANDLERS]
         made = [
             v for i in inside + calls for v in eqns[i].outvars if is_eligible(v.aval)
@@ -88,31 +106,43 @@ class Layout:
         # What runs alone, on f32 numbers, parts regions, and has nothing rounded.
         self.stored |= self._crossing(made, self.stored, ("inside", "alone"))[0]
         _, at = self._crossing(made, self.stored, ("inside",))
-        low = [i for i in inside if self.is_low[i]]
+        live = self._live()
         found = joined(
-            low,
+            inside,
             lambda i: (
                 j
                 for v in eqns[i].outvars
                 for j in self.readers.get(v, ())
-                if self._is_inside(j) and at[j] == at[i]
+                if self._is_inside(j) and j not in self.free
+                # What has no derivative is a region of its own: masks of random numbers are
+                # kept for the backward pass, and these numbers are not.
+                if at[j] == at[i] and (i in live) == (j in live)
             ),
         )
         self.regions = {i: part for part in found for i in part}
-        # What only one region reads belongs to it.
-        for i in reversed([i for i in inside if not self.is_low[i]]):
-            outs = eqns[i].outvars
-            reading = [
-                self.regions.get(j) for v in outs for j in self.readers.get(v, ())
-            ]
-            part = reading[0] if reading else None
-            is_only = all(x is part for x in reading)
-            if part is None or not is_only or not self.returned.keys().isdisjoint(outs):
-                part = list[int]()
-            self.regions[i] = part
-            part.append(i)
-        for part in {id(x): x for x in self.regions.values()}.values():
-            part.sort()
+        # What is free is of its own where borders read it, too.
+        self.regions |= {i: [i] for i in self.free}
+
+    def _live(self) -> set[int]:
+        """Returns the equations that depend on floats which the jaxpr is given."""
+        live, found = set[int](), set[Any]()
+        found.update(v for v in self.jaxpr.invars if _has_floats([v]))
+        found.update(v for v in self.jaxpr.constvars if _has_floats([v]))
+        for i in self.places:
+            if not found.isdisjoint(self.atoms(i)):
+                live.add(i)
+                found.update(self.jaxpr.eqns[i].outvars)
+        return live
+
+    def with_free(self, members: Sequence[int]) -> list[int]:
+        """Returns the equations of a region, and what is free and read by them."""
+        found, stack = {*members}, [*members]
+        while stack:
+            makers = (self.maker.get(v) for v in self.atoms(stack.pop()))
+            more = {i for i in makers if i in self.free} - found
+            found |= more
+            stack += more
+        return sorted(found)
 
     def _crossing(
         self, made: Sequence[Any], stored: Set[Any], inside: Sequence[Place]
@@ -147,11 +177,10 @@ class Layout:
                 at[i], is_fresh = max((at[i], is_fresh), (last, False))
                 last = at[i] + is_fresh
             is_inside = self.places[i] in inside
-            is_member = self.is_low[i] and is_inside
             for v in eqn.outvars:
                 is_step = not is_inside or v in stored
-                level[v] = at[i] + (is_step and (is_fresh or is_member))
-                if not is_step and is_member:
+                level[v] = at[i] + (is_step and (is_fresh or is_inside))
+                if not is_step and i not in self.free:
                     fresh.add(v)
         return at, level
 
@@ -189,16 +218,27 @@ class Layout:
     def _before(self, members: list[int]) -> list[int]:
         """Returns what has to run before a unit."""
         found = [self.earlier[i] for i in members if i in self.earlier]
-        inside = {*members}
-        made = [
-            self.maker[v] for i in members for v in self.atoms(i) if v in self.maker
-        ]
+        is_region = members[0] in self.regions
+        inside = self.with_free(members) if is_region else members
+        made = [self.maker[v] for i in inside for v in self.atoms(i) if v in self.maker]
         return found + [i for i in made if i not in inside]
 
 
 def is_variable(atom: Any) -> bool:
     """Returns whether an atom of a jaxpr is no number that is written into it."""
     return not isinstance(atom, Literal)
+
+
+def nbytes(var: Any) -> int:
+    """Returns how many bytes a value takes; those of a symbol count as very many."""
+    size = getattr(var.aval, "size", 0)
+    return size * var.aval.dtype.itemsize if isinstance(size, int) else 1 << 60
+
+
+def _has_floats(variables: Iterable[Any]) -> bool:
+    """Returns whether one of some values holds real or complex numbers."""
+    dtypes = (getattr(v.aval, "dtype", np.dtype(bool)) for v in variables)
+    return any(jnp.issubdtype(x, jnp.inexact) for x in dtypes)
 
 
 def joined(

@@ -23,6 +23,7 @@ from mpx._amp._codes import BLOCK, LEAST, axis_of, can_code
 from mpx._amp._facts import LOW_DTYPES, Residual, current_recording
 from mpx._amp._rules import ROWS
 from mpx._jax._compat import Literal, scopes_of, source_frames
+from mpx._ops._stored import LOAD, STORE
 from mpx._program import _queries as queries
 from mpx._program._interpreter import Jaxpr, Scopes
 from mpx._program._queries import Equation, names
@@ -42,6 +43,7 @@ _BEARS: dict[str, str] = {
     **dict.fromkeys(names("mul div"), "products"),
     **dict.fromkeys(names("add sub add_any"), "sums"),
 }
+CASTS = ("convert_element_type", LOAD, STORE)
 _STEPS = frozenset(names("eq ne lt le gt ge sign is_finite"))
 _BOUNDED = _STEPS.union(names("tanh logistic erf erfc sin cos"))
 _EVEN = frozenset(names("abs exp exp2 logistic erfc square"))
@@ -207,7 +209,7 @@ class Roots:
 
     def _sizes(self, eqn: Equation, reads: Sequence[Fact]) -> int:
         """Returns how the sizes of a result differ."""
-        name, most = eqn.primitive.name, max([x.sizes for x in reads], default=BOUNDED)
+        name, most = _name(eqn), max([x.sizes for x in reads], default=BOUNDED)
         if name in _BOUNDED or self._is_bump(eqn, reads):
             return BOUNDED
         if name in PRODUCTS:
@@ -276,9 +278,7 @@ class Roots:
 
     def _before_casts(self, var: Any) -> Any:
         while (made := self.maker.get(var)) is not None:
-            if made.primitive.name != "convert_element_type" or not is_var(
-                made.invars[0]
-            ):
+            if made.primitive.name not in CASTS or not is_var(made.invars[0]):
                 break
             var = made.invars[0]
         return var
@@ -335,7 +335,7 @@ class Roots:
         pairs = zip(reads, self._factors(eqn, reads), strict=True)
         is_product = eqn.primitive.name == "mul"
         asked = [x if is_product or not fact.is_linear else Need() for fact, x in pairs]
-        if eqn.primitive.name not in PRODUCTS:
+        if _name(eqn) not in PRODUCTS:
             asked = [x.join(need) for x in asked]
         self._require_all(eqn, asked)
 
@@ -351,7 +351,7 @@ class Roots:
 
     def _factors(self, eqn: Equation, reads: Sequence[Fact]) -> list[Need]:
         """Returns the needs for the operands of a product, or of a linear equation."""
-        name = eqn.primitive.name
+        name = _name(eqn)
         exact = Need(f"`{name}` reads it")
         if self._is_exact(eqn, scopes_of(eqn)):
             return [Need("it is kept exact")] * len(reads)
@@ -404,7 +404,7 @@ class Roots:
         if out in self._ends:
             return True
         dtype = getattr(out.aval, "dtype", None)
-        is_low = eqn.primitive.name == "convert_element_type" and dtype in LOW_DTYPES
+        is_low = eqn.primitive.name in CASTS and dtype in LOW_DTYPES
         is_mask = dtype == np.bool_ and not (
             eqn.primitive.name in _STEPS and self._asks_sign(eqn)
         )
@@ -540,6 +540,12 @@ def _has_bias(eqn: Equation, reads: Sequence[Fact]) -> bool:
     return _BEARS.get(eqn.primitive.name) == "sums" and any(
         x.is_param and x.origins and all(map(small, x.origins)) for x in reads
     )
+
+
+def _name(eqn: Equation) -> str:
+    """Returns the name of a primitive; a product that depends on the platform is a product."""
+    is_product = eqn.params.get("branches_platforms") and queries.holds(eqn, PRODUCTS)
+    return PRODUCTS[0] if is_product else eqn.primitive.name
 
 
 def _is_power(eqn: Equation) -> bool:

@@ -26,11 +26,9 @@ from mpx._amp._facts import (
     Held,
     Settings,
     Source,
-    cast,
     is_bias,
     is_eligible,
     is_low,
-    wider,
 )
 from mpx._amp._hints import (
     in_order_back,
@@ -38,16 +36,16 @@ from mpx._amp._hints import (
     run_region,
     sums_low,
 )
-from mpx._amp._layout import Layout, is_variable, joined
+from mpx._amp._layout import Layout, is_variable, nbytes
 from mpx._jax._compat import (
-    eval_equation,
+    bind,
     eval_jaxpr,
     jaxpr_of,
     scopes_of,
     shared_scopes,
-    source_context,
 )
 from mpx._jax._devices import cuda_capability
+from mpx._ops._stored import load, store
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Scopes, Values
 from mpx._program._primitives import that
@@ -66,6 +64,8 @@ _LINEAR = that("linear").union(CALLS)
 # Linear between steps; a relu is a call.
 _PIECEWISE = _LINEAR | that("pieces", "steps") | {"custom_jvp_call"}
 _STEPS = that("steps")
+# Numbers in another order, each once.
+_ONCE = that("same") - that("reused")
 _REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min argmax argmin"))
 _MAXIMA = frozenset(names("reduce_max reduce_min"))
 _COMPARED = frozenset(names("eq ne lt le gt ge"))
@@ -87,21 +87,14 @@ def again(
     The cotangents of arrays that equations outside read, too, are f32: they add up before
     they are rounded, so that a difference of two is exact.
     """
-    held = [
-        is_low(x) and is_eligible(var.aval)
-        for x, var in zip(values, atoms, strict=True)
-    ]
-    reading = map(amp.frame.layout.reading, atoms)
-    shared = [any(i not in inside for i in indices) for indices in reading]
-    is_read = func.is_exact or func.keeps is not None
-    low = [
-        x if y and (is_read or not z) else None
-        for x, y, z in zip(values, held, shared, strict=True)
-    ]
-    wide = [
-        None if y and not z else amp.widen(x) if y else x
-        for x, y, z in zip(values, held, shared, strict=True)
-    ]
+    low, wide = list[PyTree](), list[PyTree]()
+    for x, var in zip(values, atoms, strict=True):
+        is_held = is_low(x) and is_eligible(var.aval)
+        is_shared = any(i not in inside for i in amp.frame.layout.reading(var))
+        low.append(x if is_held else None)
+        wide.append(
+            None if is_held and not is_shared else amp.widen(x) if is_held else x
+        )
     return (func.compiled if amp.is_abstract else func.call)(low, wide)
 
 
@@ -112,16 +105,19 @@ class Region:
         self,
         run: Callable[..., Values],
         keeps: Callable[..., bool] | None,
-        is_exact: bool = False,
     ) -> None:
         """Takes which results are kept for the backward pass; `None` if it is linear.
 
-        `is_exact` says that XLA may not leave out the rounding of what it reads.
+        `run` takes the arrays of 16 bits, `None` where there is none, and all in f32.
         """
-        self.keeps, self.is_exact = keeps, is_exact
+
+        def held(low: Any, wide: Any) -> Any:
+            if low is None:
+                return wide
+            return load(low) if wide is None else as_derived(load(low), wide)
 
         def region(low: Sequence[Any], wide: Sequence[Any]) -> Values:
-            return run(*map(self._held_as, low, wide))
+            return run(low, [*map(held, low, wide)])
 
         # Otherwise XLA merges what is computed again with the forward pass, and keeps it in f32:
         # compiled for an H200, a ConvNeXt needs 11.7 GB then instead of 7.1.
@@ -131,34 +127,20 @@ class Region:
         # One object for regions that are alike: JAX traces and differentiates it once.
         self.compiled = jax.jit(self.call)
 
-    def _held_as(self, low: Any, wide: Any) -> Any:
-        if low is None:
-            return wide
-        if wide is None:
-            wide = (wider if self.keeps is None else cast)(low, F32)
-            if not self.is_exact:
-                return wide
-        return _derived(low, wide, self.is_exact)
+
+@jax.custom_jvp
+def as_derived(x: Any, like: Any) -> Any:
+    """Returns an array, with the derivatives of another one of the same numbers."""
+    return x
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _derived(low: Any, wide: Any, is_exact: bool) -> Any:
-    """Returns 16-bit numbers in f32, with the derivatives of the same numbers in f32.
-
-    In the forward pass XLA leaves a rounding between two f32 numbers out, and sums that are
-    kept for the backward pass would be those of other numbers than the array read there.
-    """
-    return (lax.optimization_barrier(low) if is_exact else low).astype(F32)
-
-
-@_derived.defjvp
-def _(is_exact: bool, primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
-    # Not of the wide one, so that no one reads it.
-    return _derived(primals[0], primals[0].astype(F32), is_exact), tangents[1]
+@as_derived.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    return as_derived(*primals), tangents[1]
 
 
 class Part(NamedTuple):
-    """A region, or a part of it, that runs as one function."""
+    """A region that runs as one function."""
 
     equations: list[Equation]
     ins: list[Any]
@@ -166,79 +148,9 @@ class Part(NamedTuple):
 
 
 def run_part(amp: Settings, layout: Layout, members: Sequence[int]) -> None:
-    """Runs the equations of a region, and adds their results to the frame."""
-    env, eqns = amp.frame.env, layout.jaxpr.eqns
-    read = {v for i in members for v in layout.atoms(i) if v in env}
-    touched = {v for v in read if amp.read(v)[1].held in (Held.LOW, Held.RANGE)}
-    low: list[int] = []
-    for i in members:
-        if not touched.isdisjoint(layout.atoms(i)):
-            touched.update(eqns[i].outvars)
-            low.append(i)
-    chosen = {*low}
-    parts = joined(
-        low,
-        lambda i: (
-            j for v in eqns[i].outvars for j in layout.readers.get(v, ()) if j in chosen
-        ),
-    )
-    owner = {i: number for number, part in enumerate(parts) for i in part}
-    _absorb(layout, [i for i in members if i not in chosen], owner, parts)
-    for i in members:
-        if i not in owner:
-            _run_as_written(amp, layout, eqns[i])
-    # In the order of the program: one may read what another one makes.
-    for part in sorted(parts, key=min):
-        _run_low(amp, layout, sorted(part))
-
-
-def _absorb(
-    layout: Layout, others: list[int], owner: dict[int, int], parts: list[list[int]]
-) -> None:
-    """Adds to a part what only it reads and what is cheaper to make than to read.
-
-    Such are masks of positions: what they are made from is smaller than they are.
-    """
-    eqns, base = layout.jaxpr.eqns, dict[Any, int]()
-    for i in others:
-        size = sum(base.get(v, _bytes(v)) for v in layout.atoms(i))
-        base.update(dict.fromkeys(eqns[i].outvars, size))
-    for i in reversed(others):
-        outs = eqns[i].outvars
-        reading = {owner.get(j) for v in outs for j in layout.readers.get(v, ())}
-        is_returned = any(v in layout.returned for v in outs)
-        if len(reading) == 1 and None not in reading and not is_returned:
-            (number,) = reading
-            if number is not None and sum(map(_bytes, outs)) > base[outs[0]]:
-                owner[i] = number
-                parts[number].append(i)
-
-
-def _bytes(var: Any) -> int:
-    aval = var.aval
-    size = getattr(aval, "size", 0)
-    return size * aval.dtype.itemsize if isinstance(size, int) else 1 << 60
-
-
-def _run_as_written(amp: Settings, layout: Layout, eqn: Equation) -> None:
-    pairs = [amp.read(atom) for atom in eqn.invars]
-    facts = [fact for _, fact in pairs]
-    values = [x for x, _ in pairs]
-    if any(map(sums_low, leaves([eqn]))):
-        atoms = [*dict.fromkeys(filter(is_variable, eqn.invars))]
-        alone = jaxpr_of(atoms, eqn.outvars, [eqn])
-        outs = run_region(alone, [amp.read(x)[0] for x in atoms])
-    else:
-        with source_context(eqn), eqn.ctx.manager:
-            outs = eval_equation(eqn, values)
-    known = amp.flow.after(eqn, facts)
-    amp.frame.env.update(zip(eqn.outvars, zip(outs, known, strict=True), strict=True))
-    _tell(amp, eqn, layout.scopes + scopes_of(eqn), facts)
-
-
-def _run_low(amp: Settings, layout: Layout, part: list[int]) -> None:
-    """Runs equations that read numbers of 16 bits as one function."""
-    env, eqns = amp.frame.env, [layout.jaxpr.eqns[i] for i in part]
+    """Runs the equations of a region as one function, and adds their results to the frame."""
+    env, part = amp.frame.env, layout.with_free(members)
+    eqns = [layout.jaxpr.eqns[i] for i in part]
     made = {v for eqn in eqns for v in eqn.outvars}
     ins = list(dict.fromkeys(v for i in part for v in layout.atoms(i) if v not in made))
     facts = {v: amp.read(v)[1] for v in ins}
@@ -249,7 +161,7 @@ def _run_low(amp: Settings, layout: Layout, part: list[int]) -> None:
         facts.update(zip(eqn.outvars, amp.flow.after(eqn, known), strict=True))
     outs: list[tuple[Any, bool]] = []
     inside = {*part}
-    for v in (v for eqn in eqns for v in eqn.outvars if v in made):
+    for v in (v for i in members for v in layout.jaxpr.eqns[i].outvars):
         others = [i for i in layout.readers.get(v, ()) if i not in inside]
         kinds = {layout.places[i] for i in others}
         if not others and v not in layout.returned:
@@ -316,7 +228,7 @@ def _tell(
 
 def _function(amp: Settings, part: Part, facts: dict[Any, Source]) -> Region:
     """Returns a region as a function; regions that are alike share it."""
-    widest = max(_bytes(v) for eqn in part.equations for v in eqn.outvars)
+    widest = max(nbytes(v) for eqn in part.equations for v in eqn.outvars)
     lone = _lone(part, amp.frame.layout)
     marks = [
         tuple([_mark(eqn, facts, var, widest, lone) for var in eqn.outvars])
@@ -346,7 +258,7 @@ def _lone(part: Part, layout: Layout) -> Set[Any]:
         if eqn.primitive.name in SHAPE_ONLY and not found.isdisjoint(
             filter(is_variable, eqn.invars)
         ):
-            same = (x for x in eqn.outvars if _bytes(x) == _bytes(eqn.invars[0]))
+            same = (x for x in eqn.outvars if nbytes(x) == nbytes(eqn.invars[0]))
             found.update(filter(is_lone, same))
     return found
 
@@ -368,7 +280,7 @@ def _mark(
         return ""
     # The cotangent of what is broadcast later is a sum already. That of a sum is stored in 16
     # bits if it is the whole one of what the region reads.
-    is_sum = eqn.primitive.name in ("add", "sub") and _bytes(out) >= widest
+    is_sum = eqn.primitive.name in ("add", "sub") and nbytes(out) >= widest
     if (
         is_sum
         and any(x in lone for x in eqn.invars if is_variable(x) and x not in read)
@@ -412,36 +324,73 @@ def _make(
     variables = list(dict.fromkeys(v for v, _ in part.outs))
     jaxpr = jaxpr_of(part.ins, variables, eqns)
 
-    def back(eqn: Equation, outs: Values) -> Values:
-        if id(eqn) not in notes:
-            return outs
-        asked = {"rounded": functools.partial(_rounded_back, dtype=dtype)}
-        asked |= {"ordered": in_order_back, "": lambda x: x}
-        return [asked[note](x) for x, note in zip(outs, notes[id(eqn)], strict=True)]
+    def compute(low: Sequence[Any], values: Sequence[Any]) -> Values:
+        views = _Views(part, low)
 
-    def compute(*values: Any) -> Values:
+        def back(eqn: Equation, values: Values, outs: Values) -> Values:
+            (note, *_) = notes.get(id(eqn), ("",))
+            if note == "rounded":
+                return [_biased(eqn, values, outs[0], views)]
+            return [in_order_back(outs[0])] if note else outs
+
         if on_gpu or notes or any(map(sums_low, leaves(eqns))):
             outs = run_region(jaxpr, values, back)
         else:
             outs = eval_jaxpr(jaxpr, (), *values)
         found = dict(zip(variables, outs, strict=True))
-        return [
-            cast(found[v], dtype) if is_rounded else found[v]
-            for v, is_rounded in part.outs
-        ]
+
+        def stored(v: Any) -> Any:
+            # Numbers in another order XLA would otherwise round again.
+            rounded, same = store(found[v], dtype), views.of(v)
+            return rounded if same is None else as_derived(same, rounded)
+
+        return [stored(v) if is_rounded else found[v] for v, is_rounded in part.outs]
 
     # Codes choose themselves what is kept.
-    has_codes = amp.residuals is not None
     steps = [x for eqn in eqns for x in (eqn, *equations(eqn))]
-    if all(_is_linear(x, _LINEAR) for x in steps):
+    if amp.residuals is not None or all(_is_linear(x, _LINEAR) for x in steps):
         return Region(compute, None)
-    kept = [_keeps(x.primitive, *[y.aval for y in x.invars], **x.params) for x in steps]
-    if has_codes:
-        return Region(compute, None, any(kept))
     if _compares_maxima(part):
-        return Region(compute, _keeps_sums, any(kept))
+        return Region(compute, _keeps_sums)
     is_piecewise = all(_is_linear(x, _PIECEWISE) for x in steps)
-    return Region(compute, _keeps_steps if is_piecewise else _keeps, any(kept))
+    return Region(compute, _keeps_steps if is_piecewise else _keeps)
+
+
+class _Views:
+    """The arrays of 16 bits that a region reads, in the order of values inside it."""
+
+    def __init__(self, part: Part, low: Sequence[Any]) -> None:
+        self._maker = {v: eqn for eqn in part.equations for v in eqn.outvars}
+        self._given = dict(zip(part.ins, low, strict=True))
+
+    def of(self, var: Any) -> Any:
+        """Returns a value in 16 bits, if it has the numbers of one that is read."""
+        path = list[Equation]()
+        while var in self._maker and self._maker[var].primitive.name in _ONCE:
+            path.append(self._maker[var])
+            (var,) = self._maker[var].invars
+        if (found := self._given.get(var)) is not None:
+            for eqn in reversed(path):
+                (found,) = bind(eqn, [found])
+        return found
+
+
+def _biased(eqn: Equation, values: Values, out: Any, views: _Views) -> Any:
+    """Returns the sum of a bias and of what a region alone reads, whose cotangent is stored.
+
+    The bias adds the stored cotangent up. XLA would write it in f32 for that, read it, and
+    write it once more in 16 bits for the matmuls: on ViT-Base 5.6 GB of traffic a step.
+    """
+    low = [views.of(x) if is_variable(x) else None for x in eqn.invars]
+    low = [x if getattr(x, "shape", ()) == out.shape else None for x in low]
+    (dtype,) = {x.dtype for x in low if x is not None} or {None}
+    if dtype is None:
+        return out
+    args = [
+        store(value + lax.full_like(out, 0), dtype, fuses=True) if x is None else x
+        for x, value in zip(low, values, strict=True)
+    ]
+    return as_derived(out, load(*bind(eqn, args), fuses=True))
 
 
 def _is_linear(eqn: Equation, known: frozenset[str]) -> bool:
@@ -507,20 +456,3 @@ def _compares_maxima(part: Part) -> bool:
 def _keeps_steps(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Returns the same for a region that needs only the signs of what it reads."""
     return primitive.name in _STEPS or _keeps(primitive, *avals, **params)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded_back(x: Any, dtype: Any) -> Any:
-    """Returns an f32 value, whose cotangent is made as an array of 16 bits.
-
-    A bias sums that cotangent in f32. XLA would leave out the rounding between, write the
-    cotangent in f32 for the sum, read that, and write it once more in 16 bits for the
-    matmuls: on ViT-Base 5.6 GB of traffic a step.
-    """
-    return x
-
-
-@_rounded_back.defjvp
-def _(dtype: Any, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    low = lax.optimization_barrier(tangents[0].astype(dtype))
-    return primals[0], low.astype(F32)

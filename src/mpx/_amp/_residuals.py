@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
 from mpx._amp._codes import Coded, decode, encode, peaks
-from mpx._amp._needs import EXACT_NAME, PRODUCTS, IsExact, Roots, is_var
+from mpx._amp._needs import CASTS, EXACT_NAME, PRODUCTS, IsExact, Roots, is_var
 from mpx._jax import _compat as compat
 from mpx._jax._compat import eval_equation, open_jaxpr
 from mpx._kernels._order import after
@@ -241,7 +241,7 @@ def _before_casts(jaxpr: Jaxpr) -> set[Any]:
     """Returns the outputs of an open jaxpr, taken before their final casts."""
     found = {*filter(is_var, jaxpr.outvars)}
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0] in found:
+        if eqn.primitive.name in CASTS and eqn.outvars[0] in found:
             found = found - {*eqn.outvars} | {*filter(is_var, eqn.invars)}
     return found
 

@@ -42,6 +42,10 @@ FEATURES = {
         "rules can name the primitives of `jax.lax` only; pass others as objects",
         "jax._src.interpreters.mlir: _lowerings _platform_specific_lowerings",
     ),
+    "stored": (
+        "XLA may store activations in f32 beside 16 bits, and leave roundings out",
+        *_RULES,
+    ),
     "attention": (
         "attention under `amp` runs operation by operation instead of in cuDNN's kernel",
         "jax._src.dispatch: prim_requires_devices_during_lowering",

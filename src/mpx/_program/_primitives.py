@@ -18,7 +18,7 @@ _TABLE = """
 reshape squeeze transpose expand_dims copy slice rev | same linear
 broadcast_in_dim tile | same linear reused
 pvary pcast sharding_constraint layout_constraint reshard mesh_cast | same linear
-convert_element_type dynamic_slice copy_p name | moves linear
+convert_element_type load store dynamic_slice copy_p name | moves linear
 optimization_barrier reduce_precision | moves
 gather | picks linear reused
 split unstack stop_gradient device_put | picks linear
