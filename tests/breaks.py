@@ -261,10 +261,10 @@ BREAKS = [
         "accumulate",
         "every_nth_row",
     ),
-    # --- _updates ---------------------------------------------------------------------
+    # --- skips ------------------------------------------------------------------------
     Break(
         "no step is skipped",
-        "_updates",
+        "_scaling",
         "select_tree(flag, after, before)",
         "select_tree(jnp.array(True), after, before)",
         "update",
@@ -280,7 +280,7 @@ BREAKS = [
     ),
     Break(
         "updates are added in 16 bits",
-        "_updates",
+        "_scaling",
         "wide = at_least_f32(param.dtype)",
         "wide = param.dtype",
         "update",
@@ -288,7 +288,7 @@ BREAKS = [
     ),
     Break(
         "an update that overflows is applied",
-        "_updates",
+        "_scaling",
         "flag &= together(stays_finite(before, after, before[0]), flag, axis_name)",
         "pass",
         "update",
@@ -296,7 +296,7 @@ BREAKS = [
     ),
     Break(
         "moments are not looked at",
-        "_updates",
+        "_scaling",
         "for x in group[i::each]",
         "for x in group[i : i + 1]",
         "update",
@@ -304,7 +304,7 @@ BREAKS = [
     ),
     Break(
         "devices skip apart",
-        "_updates",
+        "_scaling",
         "all_devices(flag, tuple(sorted(names))) if names else flag",
         "flag",
         "update",
@@ -337,7 +337,7 @@ BREAKS = [
     ),
     Break(
         "what is divided by a small number is coded",
-        "_amp",
+        "_residuals",
         "Need(_UNLIKE) if is_rough(x) else Need(",
         "Need(_UNLIKE) if False else Need(",
         "amp_residual_ratios",
@@ -869,7 +869,7 @@ BREAKS = [
     ),
     Break(
         "a block with an inf keeps its peak",
-        "_amp",
+        "_residuals",
         "(peak + 0 * peak).astype(x.dtype)",
         "peak.astype(x.dtype)",
         "amp_residuals",
@@ -901,7 +901,7 @@ BREAKS = [
     ),
     Break(
         "the tail of erfc is not turned for negative numbers",
-        "_amp",
+        "_ops",
         "jnp.where(x < 0, 2 - tail, tail)",
         "tail",
         "amp_hints",
@@ -909,7 +909,7 @@ BREAKS = [
     ),
     Break(
         "small positive numbers become 0, and relu's derivative with them",
-        "_amp",
+        "_residuals",
         "jnp.sign(numbers) * jnp.maximum(jnp.abs(numbers), smallest)",
         "numbers * 1.0",
         "amp_residuals",
@@ -917,7 +917,7 @@ BREAKS = [
     ),
     Break(
         "parameters are coded",
-        "_amp",
+        "_residuals",
         "is_listed &= not self.facts[root].is_param",
         "",
         "amp_residuals",
@@ -925,7 +925,7 @@ BREAKS = [
     ),
     Break(
         "a derivative divides by 8-bit codes",
-        "_amp",
+        "_residuals",
         'like = [Need(f"`{name}` reads it")] * len(reads)',
         "like = [Need()] * len(reads)",
         "amp_residual_ratios",
@@ -933,15 +933,15 @@ BREAKS = [
     ),
     Break(
         "a difference is computed from codes of its terms",
-        "_amp",
-        'is_sum = _BEARS.get(name) == "sums" and not self._is_safe(eqn, reads)',
+        "_residuals",
+        'is_sum = BEARS.get(name) == "sums" and not self._is_safe(eqn, reads)',
         "is_sum = False",
         "amp_residual_readers",
         "regression",
     ),
     Break(
         "max pooling compares codes",
-        "_amp",
+        "_residuals",
         'exact = Need(f"`{name}` reads it")',
         "exact = Need()",
         "amp_residuals",
@@ -966,10 +966,26 @@ BREAKS = [
     Break(
         "cotangents are rounded before they add up",
         "_amp",
-        "shared = [any(i not in inside for i in indices) for indices in reading]",
-        "shared = [False for indices in reading]",
+        "is_shared = any(i not in inside for i in amp.frame.layout.reading(var))",
+        "is_shared = False",
         "amp_regions",
         "many_readers",
+    ),
+    Break(
+        "subnormal numbers of f16 are loaded as normal ones",
+        "_ops",
+        "jnp.where(size < 0x400, tiny, normal)",
+        "normal",
+        "stored",
+        "bits",
+    ),
+    Break(
+        "a loaded number's cotangent may stay f32",
+        "_ops",
+        "return x.astype(dtype) if fuses else lax.optimization_barrier(x.astype(dtype))",
+        "return x.astype(dtype)",
+        "stored",
+        "barrier",
     ),
     Break(
         "a contraction of four runs in 16 bits",
@@ -997,7 +1013,7 @@ BREAKS = [
     ),
     Break(
         "the frozen part of a model is data",
-        "_amp",
+        "_program",
         "is_part = all(x is None or y is None for x, y in pairs)",
         "is_part = False",
         "amp_params",
@@ -1013,7 +1029,7 @@ BREAKS = [
     ),
     Break(
         "the sine of a code is taken for smooth",
-        "_amp",
+        "_residuals",
         'names("tanh logistic erf erfc one_minus_square square")',
         'names("tanh logistic erf erfc one_minus_square square sin cos")',
         "amp_residual_readers",

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 import mpx
 from models import equations, normal
 from mpx import amp, amp_stop
-from mpx._amp._codes import FORMS, decode, encode
 from mpx._kernels import _order
+from mpx._residuals._codes import FORMS, decode, encode
 from numerics import ulp_distance
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, LAYERS = 4, 32, 64, 256, 2, 2

@@ -14,8 +14,9 @@ from jax import lax
 import mpx
 from models import equations, store, stored_result
 from mpx import AmpRules, amp, amp_low, amp_stop
-from mpx._amp._rules import PRIMITIVES, TABLE, WITHOUT_RULES, Rule, rule_for
+from mpx._amp._rules import PRIMITIVES, WITHOUT_RULES, Rule, rule_for
 from mpx._casting._context import gradient_function
+from mpx._program._primitives import TABLE
 from mpx.testing import assert_trees_equal
 
 # --- The table ------------------------------------------------------------------------

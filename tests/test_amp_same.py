@@ -18,7 +18,7 @@ from jax import lax
 import mpx
 from models import normal
 from mpx import amp
-from mpx._amp._facts import recorded
+from mpx._program._recording import recorded
 
 D, T = 8, 6
 

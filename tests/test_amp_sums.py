@@ -19,8 +19,8 @@ from jax import lax
 import mpx
 from models import equations, normal
 from mpx import amp
-from mpx._amp._rules import TABLE
 from mpx._jax._compat import lowered_primitives
+from mpx._program._primitives import TABLE
 
 N, D = 2048, 8
 X = normal(0, N, D)

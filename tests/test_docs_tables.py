@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import mpx
-from mpx._amp._rules import TABLE
+from mpx._program._primitives import TABLE
 
 ROOT = pathlib.Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
@@ -28,7 +28,7 @@ PAGES = [
 def rule_table():
     """Returns the lines that the page of the rules should have."""
     lines = ["| rule | where | primitives | why |", "|---|---|---|---|"]
-    for rule, place, reason, names in TABLE:
+    for rule, place, reason, names, _ in TABLE:
         listed = ", ".join(f"`{name}`" for name in names)
         lines.append(f"| {rule} | {place} | {listed} | {reason} |")
     return lines

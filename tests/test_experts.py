@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import h200
 import mpx
 from kernel_cases import needs_mosaic
-from mpx._amp import _decide
-from mpx._ops._experts import _plain
+from mpx._ops._experts import _plain, _ragged
 from mpx._program._queries import GROUPED, equations
 from mpx.recipes import MXFP8, CurrentScaling
 
@@ -39,7 +38,7 @@ each_size = pytest.mark.parametrize("sizes", [SIZES[x] for x in EDGES], ids=EDGE
 @pytest.fixture
 def hopper(monkeypatch):
     """As on a Hopper GPU; here plain JAX takes the place of the kernel."""
-    for module in (_decide,):
+    for module in (_ragged,):
         monkeypatch.setattr(module, "gpu_capability", lambda: (9, 0))
 
 
@@ -316,8 +315,8 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_report_says_how_a_ragged_matmul_runs(monkeypatch, name):
     capability, (rows, summed, columns), reason = KEPT[name]
-    monkeypatch.setattr(_decide, "gpu_capability", lambda: capability)
-    if not _decide.HAS_MOSAIC and capability == (9, 0):
+    monkeypatch.setattr(_ragged, "gpu_capability", lambda: capability)
+    if not _ragged.HAS_MOSAIC and capability == (9, 0):
         reason = "the kernel needs jax 0.11 or later"
     args = [
         jnp.zeros((2, summed, columns)),

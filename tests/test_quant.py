@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpx._amp._codes import encode
 from mpx._jax._compat import Literal
 from mpx._optim._packing import encode_moment, split
 from mpx._quant._codecs import (
@@ -25,6 +24,7 @@ from mpx._quant._codecs import (
     dither_of,
     random_bits,
 )
+from mpx._residuals._codes import encode
 from mpx.testing import assert_trees_equal
 from quant_cases import (
     BF16,

@@ -37,8 +37,8 @@ from mpx._scaling._loss_scaling import NoLossScaling as NoLossScaling
 from mpx._scaling._loss_scaling import StaticLossScaling as StaticLossScaling
 from mpx._scaling._loss_scaling import default_loss_scaling as default_loss_scaling
 from mpx._scaling._loss_scaling import scaled as scaled
-from mpx._updates._update import cond_update as cond_update
-from mpx._updates._update import optimizer_update as optimizer_update
+from mpx._scaling._update import cond_update as cond_update
+from mpx._scaling._update import optimizer_update as optimizer_update
 
 # What is imported when it is first used: `import mpx` takes a third of the time.
 if _typing.TYPE_CHECKING:

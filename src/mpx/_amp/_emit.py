@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
@@ -18,24 +17,19 @@ from jaxtyping import PyTree
 from mpx._amp._algebra import Reached, reach, reached_inside
 from mpx._amp._decide import (
     PRECISION,
-    RAGGED,
     Choice,
     can_fuse,
     decide,
     highest_is_the_default,
-    kind_of,
-    no_grouped_kernel,
     stays_f32,
 )
 from mpx._amp._facts import (
-    F32,
     Held,
     Settings,
     Source,
     cast,
     changed,
     is_eligible,
-    is_low,
     stored_as,
 )
 from mpx._amp._follow import Facts, facts_after, held_in, in_f32
@@ -50,6 +44,7 @@ from mpx._amp._rules import (
     Rule,
 )
 from mpx._casting._context import COMPUTE, in_gradient_function, under_amp
+from mpx._casting._unscaled import warn_if_unscaled
 from mpx._jax._compat import (
     bind,
     eval_equation,
@@ -60,7 +55,9 @@ from mpx._jax._compat import (
     scopes_of,
     source_frames,
 )
+from mpx._jax._formats import F32, is_low
 from mpx._jax._warn import warn
+from mpx._ops._experts._ragged import RAGGED, kind_of, no_grouped_kernel
 from mpx._program import HANDLERS
 from mpx._program._bodies import scan_facts
 from mpx._program._flow import loop_carry
@@ -106,6 +103,17 @@ class Autocast(Settings):
 
     def tracing(self) -> contextlib.AbstractContextManager[object]:
         return under_amp()
+
+    def run_traced(self, traced: Traced) -> Values:
+        run = functools.partial(super().run_traced, traced)
+        if self.residuals is None:
+            return run()
+        # It is loaded where it is asked for.
+        from mpx._residuals._run import run_coded
+
+        pairs = zip(traced.arrays, traced.named, strict=True)
+        params = [x for x, (_, is_param) in pairs if is_param]
+        return run_coded(run, params, traced.arrays, self.residuals, self.keeps)
 
     def finish(self, outs: Values) -> Values:
         """Warns of what was asked for and not done; f16 results warn if differentiated."""
@@ -493,27 +501,3 @@ _ALL_HIGHEST = (
     "Remove the argument, or give a rule: "
     '`amp(func, rules=mpx.AmpRules(primitives={"dot_general": "f32"}))` to stay in f32.'
 )
-_UNSCALED = (
-    "A function under `amp` in f16, or with parameters stored in f16, is differentiated "
-    "without a loss scale that mpx knows of: gradients below 6e-8 become 0. Take the "
-    "gradient with `mpx.value_and_grad(func)(mpx.DynamicLossScaling.pow2(), ...)`, or "
-    "use bf16 for both, which needs no scale. If you scale the loss yourself, "
-    "filter this warning."
-)
-
-
-@jax.custom_jvp
-def warn_if_unscaled(x: PyTree) -> PyTree:
-    """Returns a parameter or a result as it is; if it is differentiated, that may warn.
-
-    The derivative rule runs when JAX takes the derivative, also of a jitted function.
-    """
-    return x
-
-
-@warn_if_unscaled.defjvp
-def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[PyTree, PyTree]:
-    is_trained = jnp.issubdtype(tangents[0].dtype, jnp.floating)
-    if is_trained and not in_gradient_function.value:
-        warn(_UNSCALED)
-    return warn_if_unscaled(*primals), tangents[0]

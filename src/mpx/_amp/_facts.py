@@ -6,11 +6,10 @@ normalised first. It counts as that parameter as long as nothing but parameters 
 of the program enter.
 """
 
-import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -21,20 +20,17 @@ from jaxtyping import PyTree
 from mpx._amp._rules import FUNCTION_SCOPE, AmpRules, Rule, RuleLike
 from mpx._casting._context import Reduce, weight_grad_dtype
 from mpx._jax._compat import (
-    amp_recording,
     convert_dtype,
     has_side_effects,
     source_frames,
 )
-from mpx._jax._formats import FORMATS, short_name
-from mpx._jax._frameworks import Named
+from mpx._jax._formats import F32, FORMATS, LOW_DTYPES, is_low, short_name
 from mpx._ops._stored import load, store
 from mpx._program._interpreter import Kind, Op, Scopes, Transformation, Values
 from mpx._program._primitives import that
 from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, flops, names
+from mpx._program._recording import Decision
 
-F32 = np.dtype(np.float32)
-LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 # The result holds numbers of the first operand.
 MOVES = that("same", "moves", "picks")
 # A result for each operand, which it equals.
@@ -218,11 +214,6 @@ def _is_whole(aval: Any) -> bool:
     return getattr(getattr(aval, "dtype", None), "kind", "V") in "biu"
 
 
-def is_low(x: PyTree) -> bool:
-    """Returns whether a value is held in 16 bits."""
-    return getattr(x, "dtype", None) in LOW_DTYPES
-
-
 def cast(x: PyTree, dtype: np.dtype) -> PyTree:
     """Casts a value; literals, which have no tracer, become arrays."""
     if not hasattr(x, "dtype"):
@@ -245,63 +236,6 @@ def changed(op: Op, change: Callable[[Any], PyTree]) -> Values:
         change(value) if is_eligible(var.aval) else value
         for var, value in zip(op.eqn.invars, op.values, strict=True)
     ]
-
-
-class Decision(NamedTuple):
-    """One equation and the precision in which it runs; `AmpView` describes the fields."""
-
-    primitive: str
-    rule: str
-    reason: str
-    scope: str
-    source: str
-    params: tuple[str, ...]
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    flops: int
-
-
-class Residual(NamedTuple):
-    """An array that `amp(residuals=...)` keeps for the backward pass."""
-
-    shape: tuple[int, ...]
-    dtype: str  # as the forward pass computes it
-    format: str  # in which it is kept: `int8`, `e4m3`, or a dtype
-    reason: str  # why it is not coded; "" if it is
-    source: str  # file and line
-
-
-@dataclasses.dataclass(eq=False)
-class Recording:
-    """What happened while a function was traced."""
-
-    # The names and roles of arrays that were arguments, by their `id`
-    names: dict[int, Named] = dataclasses.field(default_factory=dict)
-    # The compute dtype and the rules of each call of a function under `amp`
-    casts: list[tuple[np.dtype, AmpRules]] = dataclasses.field(default_factory=list)
-    # The decisions of these
-    decisions: list[Decision] = dataclasses.field(default_factory=list)
-    # The arguments that were taken for the parameters where others may hold them
-    guessed: list[str] = dataclasses.field(default_factory=list)
-    # The matmuls that functions under `fp8` met, and the recipe of each call of one
-    matmuls: list[PyTree] = dataclasses.field(default_factory=list)
-    # What functions under `amp(residuals=...)` keep for the backward pass
-    residuals: list["Residual"] = dataclasses.field(default_factory=list)
-    recipes: list[PyTree] = dataclasses.field(default_factory=list)
-
-
-def current_recording() -> Recording | None:
-    """Returns the recording that is being made, if one is."""
-    return amp_recording.value
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records what happens inside; functions that were traced before are traced again."""
-    recording = Recording()
-    with amp_recording(recording):
-        yield recording
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -17,9 +17,9 @@ from mpx._amp._facts import (
     follow,
     is_bias,
     is_eligible,
-    is_low,
 )
 from mpx._amp._rules import Rule
+from mpx._jax._formats import is_low
 from mpx._program import HANDLERS
 from mpx._program._flow import Flow
 from mpx._program._primitives import that

@@ -9,24 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import PyTree
 
-from mpx._amp._facts import F32, cast, is_low
+from mpx._amp._facts import cast
 from mpx._jax._compat import Literal, bind, eval_equation, open_jaxpr, source_context
 from mpx._jax._devices import cuda_capability, in_order
+from mpx._jax._formats import F32, is_low
+from mpx._ops._erfc import erfc
 from mpx._program._flow import propagate
 from mpx._program._interpreter import Frame, Jaxpr, Op, Values
 from mpx._program._primitives import that
 from mpx._program._queries import CALLS, SHAPE_ONLY, Equation
 
 _REUSED = that("reused")
-# Coefficients of the polynomial of `erfc`, the highest power first.
-_ERFC = (
-    -0.12953271, 0.48561478, -0.5123943, 0.54786646, -0.0947634,
-    0.21498017, 0.14832336, 0.17071779, 0.16918783,
-)  # fmt: skip
 
 
 def mean_apart(frame: Frame, eqn: Equation, outs: Values) -> Values:
@@ -163,26 +159,3 @@ def _angle_of_sum(eqn: Equation, angles: Mapping[Any, Array]) -> Array | None:
     numbers = [x.val for x in eqn.invars if isinstance(x, Literal)]
     found = [angles.get(x) for x in eqn.invars if not isinstance(x, Literal)]
     return found[0] if numbers == [1] else None
-
-
-@jax.custom_jvp
-def erfc(x: Array) -> Array:
-    """Returns `lax.erfc` of f32 numbers, in half of the instructions of XLA's.
-
-    A gelu has 84 of those a number on an H200. The product exp(x²)·erfc(x) is smooth for
-    x ≥ 0: t times a polynomial of t = 1 / (1 + 0.3·x), to 2e-8. What remains are roundings,
-    above all that of x².
-    """
-    t = 1 / (1 + np.float32(0.3) * jnp.abs(x))
-    rest = np.float32(_ERFC[0])
-    for coefficient in _ERFC[1:]:
-        rest = rest * t + np.float32(coefficient)
-    tail = lax.exp(-lax.square(x)) * (t * rest)
-    return jnp.where(x < 0, 2 - tail, tail)
-
-
-@erfc.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (x,), (tangent,) = primals, tangents
-    slope = np.float32(-2 / np.sqrt(np.pi)) * lax.exp(-lax.square(x))
-    return erfc(x), slope * tangent

@@ -14,10 +14,11 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp._decide import reason_against
-from mpx._amp._facts import DATA, LOW_DTYPES, Settings, Source, cast, is_eligible
+from mpx._amp._facts import DATA, Settings, Source, cast, is_eligible
 from mpx._amp._rules import Rule
 from mpx._jax._compat import Literal, scopes_of
 from mpx._jax._devices import cuda_capability
+from mpx._jax._formats import LOW_DTYPES
 from mpx._jax._warn import warn
 from mpx._ops import _attention as kernel
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Plan, Replacement, Scopes

@@ -20,16 +20,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from mpx._amp._decide import table_rule
-from mpx._amp._facts import (
-    DATA,
-    F32,
-    Held,
-    Settings,
-    Source,
-    is_bias,
-    is_eligible,
-    is_low,
-)
+from mpx._amp._facts import DATA, Held, Settings, Source, is_bias, is_eligible
 from mpx._amp._hints import (
     in_order_back,
     is_spread,
@@ -45,6 +36,7 @@ from mpx._jax._compat import (
     shared_scopes,
 )
 from mpx._jax._devices import cuda_capability
+from mpx._jax._formats import F32, is_low
 from mpx._ops._stored import load, store
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Scopes, Values

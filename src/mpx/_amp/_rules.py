@@ -9,9 +9,8 @@ import dataclasses
 import difflib
 import enum
 import re
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +31,8 @@ from mpx._jax._compat import lowered_primitives, manual_axes
 from mpx._jax._formats import PRECISIONS, parse_float_dtype
 from mpx._jax._warn import warn
 from mpx._program import HANDLERS
-from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, names
+from mpx._program._primitives import REASONS, ROWS
+from mpx._program._queries import ATTENTION, CROSS_ENTROPY
 
 
 class Rule(enum.StrEnum):
@@ -51,86 +51,7 @@ class Rule(enum.StrEnum):
     ORIGINAL = "original"  # Operands are cast back to the dtypes of the traced function
 
 
-# A rule, its place, its reason, and its primitives. A name stands in one row only; a test
-# checks that. The place says how an operation takes part in regions: see `_regions.py`.
-#   inside: it is computed with its neighbours in one region, and again in the backward pass
-#   stored: it runs by itself, on arrays as they are stored
-#   alone: it runs by itself, on f32 numbers that were not rounded to be stored
-# What is not listed runs alone, as it is written.
-_ROWS = """
-f32 | inside | small errors of the argument become large ones, or the range is wide
-  exp exp2 expm1 log log1p log2 pow rsqrt sqrt cbrt reciprocal rem square sinh cosh
-  tan asin acos atan atan2 asinh acosh atanh erf_inv erfc lgamma digamma polygamma integer_pow
-  zeta igamma igammac igamma_grad_a regularized_incomplete_beta bessel_i0e bessel_i1e
-f32 | inside | sums of many terms stand still in 16 bits
-  reduce_sum reduce_prod add_any
-f32 | alone | sums of many terms stand still in 16 bits
-  cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add
-  select_and_gather_add random_gamma_grad
-f32 | inside | exact in any dtype; in f32 the shift of a softmax stays in f32
-  reduce_max reduce_min
-widest | inside | several operands must agree
-  add sub mul div max min select_n clamp concatenate stack pad dynamic_update_slice eq
-  ne lt le gt ge eq_to le_to lt_to polynomial
-follow | inside | exact in any dtype
-  neg abs sign floor ceil round is_finite
-follow | inside | bounded and rounded once; a small distance from 1 is lost
-  tanh logistic erf sin cos one_minus_square
-follow | inside | moves numbers without changing them
-  reshape transpose broadcast_in_dim slice gather dynamic_slice rev squeeze
-  expand_dims split unstack tile copy copy_p argmax argmin stop_gradient
-original | inside | works on integers and booleans
-  iota and or not xor shift_left shift_right_logical shift_right_arithmetic
-follow | stored | moves numbers without changing them
-  reduce_window_max reduce_window_min name sharding_constraint reshard
-  layout_constraint mesh_cast optimization_barrier device_put
-follow | alone | moves numbers without changing them
-  sort top_k cummax cummin debug_callback debug_print
-follow | stored | communication in the dtype of the value
-  all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum
-  psum_invariant psum2 psend precv pmax pmin psum_scatter reduce_scatter
-  unreduced_psum unreduced_reduce_scatter pvary pcast pbroadcast vary_unreduced_cast
-  reduced_vary_cast
-original | alone | works on the bits or the format of a number
-  bitcast_convert_type nextafter reduce_precision complex real imag conj
-original | alone | linear algebra and transforms have no 16-bit implementation
-  cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
-  householder_product ormqr svd eig eigh schur hessenberg tridiagonal
-  tridiagonal_solve triangular_solve fft custom_linear_solve linear_solve
-original | alone | carries a function that was traced at its own dtypes
-  scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add
-  scatter_sub scatter_mul scatter_min scatter_max reduce reduce_window
-  select_and_scatter reduce_and reduce_or reduce_xor
-original | alone | somebody's own kernel or host code
-  pallas_call ffi_call pure_callback io_callback custom_partitioning
-  composite triton_kernel_call tpu_custom_call dot_product_attention_fwd
-  dot_product_attention_bwd dot_product_attention_fp8_fwd
-  dot_product_attention_fp8_bwd scaled_matmul scaled_dot get swap addupdate ref_new
-"""
-
-
-class Row(NamedTuple):
-    """A row of the table."""
-
-    rule: Rule
-    place: Literal["inside", "stored", "alone"]
-    reason: str
-    names: tuple[str, ...]
-
-
-def _table() -> Iterator[Row]:
-    because = "tensor cores multiply 16-bit numbers and add in f32"
-    yield Row(Rule.LOW, "alone", because, MATMULS)
-    for row in re.split(r"\n(?=\S)", _ROWS.strip()):
-        head, _, found = row.partition("\n")
-        rule, place, reason = head.split(" | ")
-        yield Row(Rule(rule), typing.cast(Any, place), reason, names(found))
-
-
-TABLE = tuple(_table())
-ROWS: dict[str, Row] = {name: row for row in TABLE for name in row.names}
-PRIMITIVES: dict[str, Rule] = {name: row.rule for name, row in ROWS.items()}
-REASONS: dict[str, str] = {name: row.reason for name, row in ROWS.items()}
+PRIMITIVES: dict[str, Rule] = {name: Rule(row.rule) for name, row in ROWS.items()}
 UNKNOWN = "not in the rule table"
 LOW_NAME = "mpx:low"
 """The name that `amp_low` gives to a value."""

@@ -1,24 +1,35 @@
 """`amp`, and the marks `amp_stop` and `amp_low`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._amp._call import ModuleUnderAmp, Options, under_amp
-from mpx._amp._roles import parse_params
+from mpx._amp._emit import Autocast
 from mpx._amp._rules import LOW_NAME, AmpRules, as_amp_rules, as_compute_dtype
-from mpx._casting._context import is_amp, parse_reduce
+from mpx._casting._context import (
+    Reduce,
+    amp_reduce,
+    is_amp,
+    parse_reduce,
+    refuse_cast_arguments,
+    scope_of_amp,
+)
 from mpx._casting._keep import stopping
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._jax._arguments import check_function
 from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
+from mpx._program._call import call_through
+from mpx._program._recording import current_recording
+from mpx._program._roles import parse_params
 
 
 def amp_stop(func: Callable[..., PyTree] | None = None) -> PyTree:
@@ -64,6 +75,74 @@ def amp_low(x: PyTree) -> PyTree:
         ),
         x,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `amp`, checked; equal if all of them are."""
+
+    dtype: np.dtype | None
+    reduce: Reduce
+    params: tuple[int | str, ...] | None
+    rules: AmpRules
+    narrow_carry: bool
+    attention: Literal["fuse", "keep"]
+    residuals: str | None
+
+    def __call__(self) -> Autocast:
+        """Returns the visitor for one call, by what is set around it."""
+        return Autocast(
+            dtype=as_compute_dtype(self.dtype),
+            reduce=amp_reduce(self.reduce),
+            params=self.params,
+            rules=self.rules,
+            narrow_carry=self.narrow_carry,
+            attention=self.attention,
+            residuals=self.residuals,
+        )
+
+
+def under_amp(
+    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
+) -> Callable[..., PyTree]:
+    """Returns a function that runs in mixed precision, given what makes its visitors."""
+
+    @functools.wraps(func)
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        refuse_cast_arguments()
+        visitor = autocast()
+        recording = current_recording()
+        if recording is not None:
+            visitor.decisions = recording.decisions
+            recording.casts.append((visitor.dtype, visitor.rules))
+        with scope_of_amp():
+            return call_through(visitor, func, args, kwargs)
+
+    # The gradient functions and inspection ask for it.
+    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
+    # With itself: what wraps it in turn has its attributes, by `functools.wraps`.
+    setattr(wrapper, "mpx_under_amp", (wrapper, func))  # noqa: B010
+    return wrapper
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False, frozen=True)  # `jax.jit` takes it: it has a hash
+class ModuleUnderAmp:
+    """An Equinox module under `amp`: its parameters are still there to be trained."""
+
+    func: Callable[..., PyTree]
+    mpx_autocast: Options = dataclasses.field(metadata={"static": True}, repr=False)
+
+    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return under_amp(self.func, self.mpx_autocast)(*args, **kwargs)
+
+    @property
+    def mpx_under_amp(self) -> tuple[PyTree, PyTree]:
+        return self, self.func
+
+    @property
+    def __wrapped__(self) -> PyTree:
+        return self.func
 
 
 P = ParamSpec("P")

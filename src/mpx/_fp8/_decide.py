@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from mpx._amp._decide import RAGGED
 from mpx._amp._facts import MOVES, Settings, Source, is_lookup
 from mpx._amp._follow import Facts
 from mpx._casting._keep import KEPT_SCOPE, STOP_SCOPE
@@ -17,6 +16,7 @@ from mpx._fp8._recipes import Int8, Recipe
 from mpx._jax._compat import asked_precisions
 from mpx._jax._devices import H200
 from mpx._jax._formats import short_name
+from mpx._ops._experts._ragged import RAGGED
 from mpx._program._flow import pull, pull_inside
 from mpx._program._queries import (
     ATTENTION,

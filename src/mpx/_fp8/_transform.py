@@ -18,10 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from mpx._amp._call import call_through, trace
 from mpx._amp._emit import Autocast
-from mpx._amp._facts import current_recording
-from mpx._amp._roles import parse_params
 from mpx._amp._rules import AmpRules, as_compute_dtype
 from mpx._casting._context import (
     amp_reduce,
@@ -53,6 +50,9 @@ from mpx._jax._compat import is_batched
 from mpx._jax._devices import gpu_capability
 from mpx._jax._tree import is_array, is_floating
 from mpx._jax._warn import warn
+from mpx._program._call import call_through, trace
+from mpx._program._recording import current_recording
+from mpx._program._roles import parse_params
 from mpx._scaling._loss_scaling import LossScaling
 
 P = ParamSpec("P")

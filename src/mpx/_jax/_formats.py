@@ -49,6 +49,15 @@ _DTYPES: dict[str, type] = {
     "e2m1": jnp.float4_e2m1fn,
 }
 
+F32 = np.dtype(jnp.float32)
+LOW_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
+
+
+def is_low(x: object) -> bool:
+    """Returns whether a value is held in 16 bits."""
+    return getattr(x, "dtype", None) in LOW_DTYPES
+
+
 FORMATS: dict[str, Format] = {
     name: _from_dtype(name, dtype) for name, dtype in _DTYPES.items()
 }

@@ -48,7 +48,7 @@ from mpx._optim._state import (
 )
 from mpx._optim._update_rules import Muon, Rule
 from mpx._quant._codecs import dither_of
-from mpx._updates._update import check_grad, transforms_after
+from mpx._scaling._update import check_grad, transforms_after
 
 _DEFAULT = Compression()
 

@@ -21,7 +21,7 @@ from mpx._jax._tree import (
     select_tree,
 )
 from mpx._optim._options import cast_params
-from mpx._updates._update import (
+from mpx._scaling._update import (
     apply_updates,
     check_transformation,
     stays_finite,

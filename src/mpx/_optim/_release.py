@@ -37,7 +37,7 @@ from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
 from mpx._program._queries import REMAT, Equation, Verdict, every_use, holds
-from mpx._updates._update import together
+from mpx._scaling._update import together
 
 Ref = Any  # of `jax.new_ref`
 

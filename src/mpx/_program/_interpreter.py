@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from mpx._casting._context import AMP_SCOPE
+from mpx._casting._keep import scopes_around
 from mpx._jax._compat import (
     Literal,
     ambient_scopes,
@@ -409,6 +411,17 @@ class Transformation(Visitor):
     def start(self, traced: Traced) -> Traced:
         """Looks at the function before it is run; may return another one to run."""
         return traced
+
+    def run_traced(self, traced: Traced) -> list[PyTree]:
+        """Runs a traced function; its results have their own dtypes."""
+        jaxpr, consts, arrays, named, _ = traced
+        facts = [
+            self.argument_fact(*x, leaf) for x, leaf in zip(named, arrays, strict=True)
+        ]
+        scopes = tuple(x for x in scopes_around() if x != AMP_SCOPE)  # its own
+        outs, _ = self.run(jaxpr, consts, arrays, facts, scopes)
+        dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
+        return as_results(outs, jaxpr.outvars, dtypes)
 
     def finish(self, outs: list[PyTree]) -> list[PyTree]:
         """Returns the results for the user."""

@@ -19,7 +19,7 @@ from mpx._jax._compat import (
     scopes_of,
     source_frames,
 )
-from mpx._program._primitives import that
+from mpx._program._primitives import TABLE, that
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-MATMULS = names("dot_general conv_general_dilated ragged_dot ragged_dot_general")
+MATMULS = next(row.names for row in TABLE if row.rule == "low")
 ATTENTION = {
     "cudnn_attention": 2,
     "cudnn_attention_backward": 5,

@@ -1,1 +1,1 @@
-"""Loss scaling: none, static, dynamic."""
+"""Loss scaling, and the optimizer step that is skipped if its results are not finite."""

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._amp._rules import REASONS
 from mpx._casting._keep import FP8_SCOPE
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name, source_frames
 from mpx._program._flow import Flow
+from mpx._program._primitives import REASONS
 from mpx._program._queries import (
     ATTENTION,
     CALLS,

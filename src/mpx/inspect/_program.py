@@ -10,9 +10,7 @@ import numpy as np
 from jax.stages import Wrapped
 from jaxtyping import PyTree
 
-from mpx._amp._call import flat_call, under_amp
-from mpx._amp._facts import Recording, recorded
-from mpx._amp._roles import completes
+from mpx._amp._transform import under_amp
 from mpx._casting._context import argument_names, gradient_function
 from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._delayed import Fp8State
@@ -26,6 +24,7 @@ from mpx._jax._compat import (
     source_frames,
 )
 from mpx._jax._tree import LeafName, is_floating
+from mpx._program._call import flat_call
 from mpx._program._flow import Walk, moved, pull
 from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes, Transformation
 from mpx._program._queries import (
@@ -37,6 +36,8 @@ from mpx._program._queries import (
     matmul_flops,
     names,
 )
+from mpx._program._recording import Recording, recorded
+from mpx._program._roles import completes
 from mpx._scaling._loss_scaling import LossScaling
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._result import Frames, source_of

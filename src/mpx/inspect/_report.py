@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from jaxtyping import PyTree
 
-from mpx._amp._decide import IN_KERNEL, RAGGED
-from mpx._amp._facts import Decision, Residual
-from mpx._amp._rules import REASONS, UNKNOWN, Rule
+from mpx._amp._rules import UNKNOWN, Rule
 from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._decide import Matmul as Fp8Matmul
 from mpx._jax._formats import short_name
+from mpx._ops._experts._ragged import IN_KERNEL, RAGGED
+from mpx._program._primitives import REASONS
 from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
+from mpx._program._recording import Decision, Residual
 from mpx.inspect._buffers import by_dtype, peak
 from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._precision import Kept, Matmul, operations

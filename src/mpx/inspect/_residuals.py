@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.stages import Wrapped
 from jaxtyping import PyTree
 
-from mpx._amp._call import under_amp
+from mpx._amp._transform import under_amp
 from mpx.inspect._program import gradient, program
 
 

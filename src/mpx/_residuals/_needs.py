@@ -4,7 +4,7 @@ A *root* is a value that is kept. What else the backward pass needs, such as the
 is computed again from roots. Three sentences:
 
 1. A value is coded if all its readers are known to bear codes: they are operands of matmuls,
-   factors of gradients, or made from it by moves, products and smooth activations (`_BEARS`).
+   factors of gradients, or made from it by moves, products and smooth activations (`BEARS`).
 2. A sum or difference is a root itself, so the error is relative to what is read. Only sums
    inside an activation, which do not cancel, are computed from codes.
 3. Everything else is computed exactly, from the arrays that `amp` stores.
@@ -13,91 +13,61 @@ The readers are the equations of the backward pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._amp._codes import BLOCK, LEAST, axis_of, can_code
-from mpx._amp._facts import LOW_DTYPES, Residual, current_recording
-from mpx._amp._rules import ROWS
-from mpx._jax._compat import Literal, scopes_of, source_frames
-from mpx._ops._stored import LOAD, STORE
+from mpx._jax._compat import scopes_of, source_frames
+from mpx._jax._formats import LOW_DTYPES
 from mpx._program import _queries as queries
 from mpx._program._interpreter import Jaxpr, Scopes
 from mpx._program._queries import Equation, names
+from mpx._program._recording import Residual, current_recording
+from mpx._residuals._codes import LEAST, axis_of, can_code
+from mpx._residuals._facts import (
+    AGAIN,
+    ALIKE,
+    BEARS,
+    BOUNDED,
+    BY_ROW,
+    CASTS,
+    FLIPPED,
+    NEGATIVE,
+    PICKS,
+    POSITIVE,
+    PRODUCTS,
+    ROUGH,
+    SMALL,
+    STEPS,
+    ZERO,
+    Fact,
+    Need,
+    adds_bias,
+    is_power,
+    is_row_number,
+    is_row_sum,
+    is_thin,
+    is_var,
+    keeps_rows,
+    name_of,
+    sign_of,
+    size_of,
+)
 
 EXACT_NAME = "mpx.exact"
 """The scope of operations, and the name of values, that stay as they are."""
-PRODUCTS = (*queries.MATMULS, queries.GROUPED)
 IsExact = Callable[[Equation, Scopes], bool]
-_PICKS = frozenset(names("gather dynamic_slice reduce_window_sum"))
-_MOVES = queries.MOVES.union(
-    names("pad concatenate split unstack stop_gradient select_n max min abs neg clamp")
-).difference(_PICKS)
-# How an operation bears an error that is small beside the largest number of a block.
-_BEARS: dict[str, str] = {
-    **dict.fromkeys(_MOVES, "moves"),
-    **dict.fromkeys(names("tanh logistic erf erfc one_minus_square square"), "smooth"),
-    **dict.fromkeys(names("mul div"), "products"),
-    **dict.fromkeys(names("add sub add_any"), "sums"),
-}
-CASTS = ("convert_element_type", LOAD, STORE)
-_STEPS = frozenset(names("eq ne lt le gt ge sign is_finite"))
-_BOUNDED = _STEPS.union(names("tanh logistic erf erfc sin cos"))
-_EVEN = frozenset(names("abs exp exp2 logistic erfc square"))
-_SIGNED = _MOVES.union(names("tanh erf add add_any integer_pow")) - {"neg", "abs"}
-_REDUCTIONS = frozenset(names("reduce_sum reduce_max reduce_min reduce_prod"))
-# Cheap operations, which the backward pass runs again: all of a region but its reductions.
-_AGAIN = _MOVES.union(
-    (x for x, row in ROWS.items() if row.place == "inside"),
-    names("and or not xor iota"),
-).difference(_REDUCTIONS, _PICKS, names("argmax argmin dynamic_update_slice"))
+_BOUNDED = STEPS.union(names("tanh logistic erf erfc sin cos"))
 # What may be coded, if it is large and no product, sum or other cheap result.
-_CODED = _PICKS.union(PRODUCTS, queries.REMAT)
+_CODED = PICKS.union(PRODUCTS, queries.REMAT)
 # So many large values may join in a result that is computed again from codes; else 1.
 _JOINED = dict.fromkeys(names("mul div select_n"), 4)
 _MIXES = frozenset(names("select_n concatenate pad max min clamp"))
 _LARGE = 64  # Numbers of the program that are larger outgrow activations.
-_SMALL = 8  # A value is small beside one that has so many times more numbers.
 _DEEPEST = 100  # equations between a root and a value
-_ZERO, _POSITIVE, _NEGATIVE = "zero", "positive", "negative"
-_FLIPPED = {_POSITIVE: _NEGATIVE, _NEGATIVE: _POSITIVE, _ZERO: _ZERO}
 _UNLIKE = "one block would mix very large and very small numbers"
-BOUNDED, ALIKE, BY_ROW, ROUGH = range(4)
-"""How the sizes of a block's numbers differ: they are bounded as those of activations, alike,
-alike within a row, or anything."""
-
-
-class Fact(NamedTuple):
-    """What is known of a value; by default, of a gradient."""
-
-    origins: frozenset[Any] = frozenset()  # what it is computed from
-    sizes: int = ALIKE
-    sign: Any = None  # the variable that has its sign, or one of the words above
-    is_row: bool = False  # whether it is one number for each row, along the last axis
-    is_param: bool = False  # whether parameters and numbers alone enter
-    is_linear: bool = True  # whether it is a gradient
-    depth: int = 0  # equations since its origins
-    is_sum: bool = False  # whether it has the rows of another value, summed up
-    has_bias: bool = False  # whether it is made of codes, and of a bias added to them
-
-
-class Need(NamedTuple):
-    """How exactly a value has to be known."""
-
-    why: str = ""  # what reads it as it is; "" if codes are enough
-    by_row: bool = False  # whether blocks have to lie within rows
-    is_signed: bool = False  # whether its sign is read
-
-    def join(self, other: "Need") -> "Need":
-        """Returns what two readers need."""
-        return Need(
-            self.why or other.why,
-            self.by_row or other.by_row,
-            self.is_signed or other.is_signed,
-        )
 
 
 class Roots:
@@ -128,9 +98,9 @@ class Roots:
         self.facts: dict[Any, Fact] = {
             var: Fact(
                 frozenset({var}),
-                ROUGH if x == "constant" and _size(var) > 1 else ALIKE,
+                ROUGH if x == "constant" and size_of(var) > 1 else ALIKE,
                 var,
-                _is_thin(var),
+                is_thin(var),
                 x == "param",
                 False,
             )
@@ -162,7 +132,7 @@ class Roots:
         numbers = np.ravel(np.asarray(parts, np.float32))
         sizes = BOUNDED if np.all(np.abs(numbers) <= _LARGE) else ROUGH
         signs = {*np.sign(numbers).tolist()}
-        found = {0: _ZERO, 1: _POSITIVE, -1: _NEGATIVE}.get(min(signs, default=2))
+        found = {0: ZERO, 1: POSITIVE, -1: NEGATIVE}.get(min(signs, default=2))
         sign = found if len(signs) == 1 else None
         return Fact(frozenset(), sizes, sign, True, True, False)
 
@@ -175,41 +145,44 @@ class Roots:
         depth = 1 + max([x.depth for x in reads], default=0)
         for var in eqn.outvars:
             self.maker[var] = eqn
-            is_row, sizes = _is_row(eqn, reads, var), self._sizes(eqn, reads)
+            is_row, sizes = is_row_number(eqn, reads, var), self._sizes(eqn, reads)
             most = max(
-                [_JOINED.get(name, 1), *(self._count(var, x.origins) for x in reads)]
+                [
+                    _JOINED.get(name, 1),
+                    *(len(self._large(var, x.origins)) for x in reads),
+                ]
             )
-            is_sum = _BEARS.get(name) == "sums" and not self._is_safe(eqn, reads)
-            if not is_linear and (name not in _AGAIN or depth > _DEEPEST):
+            is_sum = BEARS.get(name) == "sums" and not self._is_safe(eqn, reads)
+            if not is_linear and (name not in AGAIN or depth > _DEEPEST):
                 self._ends.add(var)
-            elif is_sum or self._count(var, origins) > most:
+            elif is_sum or len(self._large(var, origins)) > most:
                 self._joins.add(var)
             is_end = var in self._joins and not origins <= self._alive
             self.facts[var] = Fact(
                 frozenset({var}) if is_end or var in self._ends else origins,
                 min(sizes, BY_ROW) if is_row else sizes,
-                _sign(eqn, reads) or var,
+                sign_of(eqn, reads) or var,
                 is_row,
                 all(x.is_param for x in reads),
                 is_linear,
                 0 if var in self._ends else depth,
-                _is_sum(eqn, reads, var),
+                is_row_sum(eqn, reads, var),
                 not is_end
                 and var not in self._ends
-                and (_has_bias(eqn, reads) or any(x.has_bias for x in reads)),
+                and (adds_bias(eqn, reads) or any(x.has_bias for x in reads)),
             )
         if name == "sub" and self._is_mean(*eqn.invars[::-1]):
             self.centred.setdefault(eqn.invars[0], (eqn.outvars[0], eqn.invars[1]))
 
-    def _count(self, var: Any, origins: Iterable[Any]) -> int:
-        """Counts the values, neither masks nor much smaller, that a value is made of."""
-        found = (x for x in origins if x not in self._alive)
-        found = (x for x in found if _size(x) * _SMALL > _size(var))
-        return sum(x.aval.dtype != np.bool_ for x in found)
+    def _large(self, var: Any, *origins: frozenset[Any]) -> list[Any]:
+        """Returns what a value is made of that is neither a mask nor much smaller."""
+        found = frozenset[Any]().union(*origins) - self._alive
+        found = (x for x in found if size_of(x) * SMALL > size_of(var))
+        return [x for x in found if x.aval.dtype != np.bool_]
 
     def _sizes(self, eqn: Equation, reads: Sequence[Fact]) -> int:
         """Returns how the sizes of a result differ."""
-        name, most = _name(eqn), max([x.sizes for x in reads], default=BOUNDED)
+        name, most = name_of(eqn), max([x.sizes for x in reads], default=BOUNDED)
         if name in _BOUNDED or self._is_bump(eqn, reads):
             return BOUNDED
         if name in PRODUCTS:
@@ -220,10 +193,10 @@ class Roots:
         ):
             return ROUGH
         if name == "div" and reads[1].is_row:
-            is_number = _size(eqn.invars[1]) == 1
+            is_number = size_of(eqn.invars[1]) == 1
             return reads[0].sizes if is_number else max(reads[0].sizes, BY_ROW)
-        is_moved = name in _PICKS or any(x.is_linear for x in reads)
-        if name == "div" or not (is_moved or name in _BEARS or _is_power(eqn)):
+        is_moved = name in PICKS or any(x.is_linear for x in reads)
+        if name == "div" or not (is_moved or name in BEARS or is_power(eqn)):
             return ROUGH
         return max(most, ALIKE) if is_moved else most
 
@@ -233,34 +206,34 @@ class Roots:
         Nor is a bias of a product or of a distance to a mean: what it cancels was about as far
         off in 16 bits. A second one may cancel the first, which is in the codes.
         """
-        if _has_bias(eqn, reads):
+        if adds_bias(eqn, reads):
             others = [x for x in reads if not x.is_param]
-            origins = frozenset[Any]().union(*(x.origins for x in others)) - self._alive
+            origins = self._large(eqn.outvars[0], *(x.origins for x in others))
             return not any(x.has_bias for x in others) and all(
                 map(self._is_plain, origins)
             )
         signs, terms = [x.sign for x in reads], [x for x in reads if x.origins]
         if eqn.primitive.name == "sub":
-            signs[1] = _FLIPPED.get(signs[1])
+            signs[1] = FLIPPED.get(signs[1])
         origins = frozenset[Any]().union(*(x.origins for x in terms))
         is_smooth = any(x.sizes == BOUNDED for x in terms) or signs[0] == signs[1]
-        return _ZERO in signs or (len(origins - self._alive) <= 1 and is_smooth)
+        return ZERO in signs or (len(origins - self._alive) <= 1 and is_smooth)
 
     def _is_plain(self, root: Any) -> bool:
         """Returns whether a root is a product, or the distance to a mean."""
         made = self.maker.get(root)
-        name = made.primitive.name if made is not None else ""
-        return name in PRODUCTS or any(root is x for x, _ in self.centred.values())
+        is_product = made is not None and made.primitive.name in PRODUCTS
+        return is_product or any(root is x for x, _ in self.centred.values())
 
     def _is_bump(self, eqn: Equation, reads: Sequence[Fact]) -> bool:
         """Returns whether a result is that of exp(-x²) or 1 / (1 + x²), or alike."""
         if eqn.primitive.name != "div":
-            return eqn.primitive.name == "exp" and reads[0].sign is _NEGATIVE
+            return eqn.primitive.name == "exp" and reads[0].sign is NEGATIVE
         made = self.maker.get(eqn.invars[1]) if is_var(eqn.invars[1]) else None
         if made is None or made.primitive.name != "add" or is_var(eqn.invars[0]):
             return False
         is_apart = not all(map(is_var, made.invars))
-        return is_apart and {self.fact(x).sign for x in made.invars} == {_POSITIVE}
+        return is_apart and {self.fact(x).sign for x in made.invars} == {POSITIVE}
 
     def _is_mean(self, mean: Any, x: Any) -> bool:
         """Returns whether a value is the mean of another one along some axes."""
@@ -285,14 +258,14 @@ class Roots:
 
     def _asks_sign(self, eqn: Equation) -> bool:
         """Returns whether an equation compares with 0: x with 0, or with max(x, 0)."""
-        found = [x for x in eqn.invars if self.fact(x).sign is not _ZERO]
+        found = [x for x in eqn.invars if self.fact(x).sign is not ZERO]
         first, rest = found[0] if found else None, found[1:]
         made = [self.maker.get(x) for x in rest if is_var(x)]
         return len(made) == len(rest) and all(
             x is not None
             and x.primitive.name in ("max", "min")
             and first in x.invars
-            and _ZERO in [self.fact(y).sign for y in x.invars]
+            and ZERO in [self.fact(y).sign for y in x.invars]
             for x in made
         )
 
@@ -335,7 +308,7 @@ class Roots:
         pairs = zip(reads, self._factors(eqn, reads), strict=True)
         is_product = eqn.primitive.name == "mul"
         asked = [x if is_product or not fact.is_linear else Need() for fact, x in pairs]
-        if _name(eqn) not in PRODUCTS:
+        if name_of(eqn) not in PRODUCTS:
             asked = [x.join(need) for x in asked]
         self._require_all(eqn, asked)
 
@@ -344,14 +317,14 @@ class Roots:
             # A gradient with one number for each row is a sum over rows, or spread over them.
             out = eqn.outvars[0]
             is_sum = self.fact(atom).is_linear and (
-                _is_thin(out) or self.fact(out).is_sum
+                is_thin(out) or self.fact(out).is_sum
             )
-            is_moved = need.by_row and not (need.why or is_sum or _keeps_rows(eqn, i))
+            is_moved = need.by_row and not (need.why or is_sum or keeps_rows(eqn, i))
             self._require(atom, Need(_UNLIKE) if is_moved else need)
 
     def _factors(self, eqn: Equation, reads: Sequence[Fact]) -> list[Need]:
         """Returns the needs for the operands of a product, or of a linear equation."""
-        name = _name(eqn)
+        name = name_of(eqn)
         exact = Need(f"`{name}` reads it")
         if self._is_exact(eqn, scopes_of(eqn)):
             return [Need("it is kept exact")] * len(reads)
@@ -406,7 +379,7 @@ class Roots:
         dtype = getattr(out.aval, "dtype", None)
         is_low = eqn.primitive.name in CASTS and dtype in LOW_DTYPES
         is_mask = dtype == np.bool_ and not (
-            eqn.primitive.name in _STEPS and self._asks_sign(eqn)
+            eqn.primitive.name in STEPS and self._asks_sign(eqn)
         )
         return bool(need.why) and (is_low or is_mask)
 
@@ -414,9 +387,9 @@ class Roots:
         self, eqn: Equation, out: Any, reads: Sequence[Fact], need: Need
     ) -> list[Need] | None:
         """Returns the needs for operands; `None` if no result can be made of codes."""
-        name, how = eqn.primitive.name, _BEARS.get(eqn.primitive.name)
+        name, how = eqn.primitive.name, BEARS.get(eqn.primitive.name)
         sign = self.facts[out].sign
-        if name in _STEPS and self._asks_sign(eqn):
+        if name in STEPS and self._asks_sign(eqn):
             return [Need(is_signed=True)] * len(reads)
         if name == "sub" and not need.why and (x := self._first(eqn)) is not None:
             # Another mean of x, which is the first difference and its mean.
@@ -434,10 +407,10 @@ class Roots:
             like[0] = Need("`select_n` reads it")
         elif name in PRODUCTS:  # in the body of a remat
             like = [Need()] * len(reads)
-        elif self._is_bump(eqn, reads) or _is_power(eqn):
+        elif self._is_bump(eqn, reads) or is_power(eqn):
             pass
         elif name == "div" and self._sizes(eqn, reads) < ROUGH:
-            by_row = need.by_row or _size(eqn.invars[1]) > 1
+            by_row = need.by_row or size_of(eqn.invars[1]) > 1
             like = [like[0]._replace(by_row=by_row), Need("`div` reads it")]
         elif how not in ("moves", "smooth", "sums"):
             like = [Need(f"`{name}` reads it")] * len(reads)
@@ -463,7 +436,7 @@ class Roots:
         for eqn in self._eqns:
             depths = [known.get(x, _DEEPEST) for x in eqn.invars if is_var(x)]
             depth = 1 + max(depths, default=0)
-            if depth <= _DEEPEST and eqn.primitive.name in _AGAIN:
+            if depth <= _DEEPEST and eqn.primitive.name in AGAIN:
                 known.update(dict.fromkeys(eqn.outvars, depth))
                 for var in eqn.outvars:
                     self.roots.pop(var, None)
@@ -487,7 +460,7 @@ class Roots:
     def is_coded(self, root: Any) -> bool:
         """Returns whether a root is kept in 8 bits."""
         name = self.maker[root].primitive.name if root in self.maker else ""
-        is_listed = not name or name in _CODED or name in _AGAIN
+        is_listed = not name or name in _CODED or name in AGAIN
         is_listed &= not self.facts[root].is_param
         return is_listed and self._fits(root, self.needs[root])
 
@@ -497,7 +470,7 @@ class Roots:
         is_right = is_right and can_code(var.aval)
         name = self.maker[var].primitive.name if var in self.maker else ""
         # As a sum with a mask of large numbers.
-        is_right = is_right and (name not in _BEARS or self.facts[var].sizes < ROUGH)
+        is_right = is_right and (name not in BEARS or self.facts[var].sizes < ROUGH)
         return is_right and (not need.by_row or axis_of(var.aval) == var.aval.ndim - 1)
 
     def of(self, wanted: Sequence[Any], form: str) -> list[Any]:
@@ -513,7 +486,7 @@ class Roots:
             dtype, is_coded = root.aval.dtype.name, self.is_coded(root)
             frames = source_frames(self.maker[root]) if root in self.maker else ()
             why = self.needs[root].why or "codes save too little"
-            if _size(root) >= LEAST:
+            if size_of(root) >= LEAST:
                 told = Residual(
                     tuple(root.aval.shape),
                     dtype,
@@ -522,85 +495,3 @@ class Roots:
                     f"{frames[0][1]}:{frames[0][2]}" if frames else "an input",
                 )
                 recording.residuals.append(told)
-
-
-def is_var(atom: Any) -> bool:
-    """Returns whether an atom of a jaxpr is a variable."""
-    return not isinstance(atom, Literal)
-
-
-def _size(atom: Any) -> int:
-    size = getattr(atom.aval, "size", 0)
-    return size if isinstance(size, int) else 1 << 60  # a symbol: it is never coded
-
-
-def _has_bias(eqn: Equation, reads: Sequence[Fact]) -> bool:
-    """Returns whether an equation adds a small parameter."""
-    small = lambda x: _size(x) * _SMALL <= _size(eqn.outvars[0])  # noqa: E731
-    return _BEARS.get(eqn.primitive.name) == "sums" and any(
-        x.is_param and x.origins and all(map(small, x.origins)) for x in reads
-    )
-
-
-def _name(eqn: Equation) -> str:
-    """Returns the name of a primitive; a product that depends on the platform is a product."""
-    is_product = eqn.params.get("branches_platforms") and queries.holds(eqn, PRODUCTS)
-    return PRODUCTS[0] if is_product else eqn.primitive.name
-
-
-def _is_power(eqn: Equation) -> bool:
-    return eqn.primitive.name == "integer_pow" and eqn.params["y"] > 0
-
-
-def _sign(eqn: Equation, reads: Sequence[Fact]) -> Any:
-    """Returns what has the sign of a result, if something does."""
-    name, signs = eqn.primitive.name, [x.sign for x in reads]
-    if name in _EVEN or eqn.params.get("y", 1) in (2, 4):
-        return _POSITIVE
-    if name == "neg":
-        return _FLIPPED.get(signs[0])
-    if name in ("mul", "div"):
-        first, other = sorted(signs, key=lambda x: x not in (_POSITIVE, _NEGATIVE))
-        if first in (_POSITIVE, _NEGATIVE):
-            return other if first is _POSITIVE else _FLIPPED.get(other)
-        return _POSITIVE if first is other else None
-    known = {*signs[name == "select_n" :]} - {_ZERO} or {_ZERO}
-    return known.pop() if name in _SIGNED and len(known) == 1 else None
-
-
-def _is_thin(var: Any) -> bool:
-    return [*getattr(var.aval, "shape", ())][-1:] in ([], [1])
-
-
-def _is_row(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
-    """Returns whether a result is one number for each row."""
-    name, rank = eqn.primitive.name, getattr(out.aval, "ndim", 0)
-    if name == "broadcast_in_dim":
-        places = eqn.params["broadcast_dimensions"]
-        return rank - 1 not in places or reads[0].is_row
-    is_alike = all(x.aval.ndim in (0, rank) for x in eqn.invars if name in _AGAIN)
-    is_alike &= name in _AGAIN and name not in ("transpose", "reshape", "iota")
-    return _is_thin(out) or (is_alike and all(x.is_row for x in reads))
-
-
-def _is_sum(eqn: Equation, reads: Sequence[Fact], out: Any) -> bool:
-    """Returns whether a result has a number for each row, and no axis along the rows."""
-    name, rank = eqn.primitive.name, getattr(out.aval, "ndim", 0)
-    if name in _REDUCTIONS:
-        return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
-    is_moved = name in queries.SHAPE_ONLY
-    is_alike = all(x.is_sum or not (x.origins or x.is_linear) for x in reads)
-    return name in _AGAIN and not is_moved and rank > 0 and is_alike
-
-
-def _keeps_rows(eqn: Equation, position: int) -> bool:
-    """Returns whether blocks of an operand's rows are within rows of the result."""
-    name, atoms = eqn.primitive.name, (eqn.invars[position], eqn.outvars[0])
-    old, new = (tuple[int, ...](getattr(x.aval, "shape", ())) for x in atoms)
-    if name == "transpose":
-        return eqn.params["permutation"][-1] == len(old) - 1
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return all(x and x[-1] % BLOCK == 0 for x in (old, new))
-    return (
-        name in _REDUCTIONS or name == "broadcast_in_dim" or len(old) in (0, len(new))
-    )

@@ -23,8 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import PyTree
 
-from mpx._amp._codes import Coded, decode, encode, peaks
-from mpx._amp._needs import CASTS, EXACT_NAME, PRODUCTS, IsExact, Roots, is_var
 from mpx._jax import _compat as compat
 from mpx._jax._compat import eval_equation, open_jaxpr
 from mpx._kernels._order import after
@@ -33,6 +31,9 @@ from mpx._program import _interpreter as interpreter
 from mpx._program import _queries as queries
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Values, types_of
 from mpx._program._queries import names
+from mpx._residuals._codes import Coded, decode, encode, peaks
+from mpx._residuals._facts import CASTS, PRODUCTS, is_var
+from mpx._residuals._needs import EXACT_NAME, IsExact, Roots
 
 _once = compat.undifferentiable(
     "`amp(residuals=...)` has no second derivatives: codes are constants to JAX. Take them "

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mpx._amp._facts import F32, LOW_DTYPES
-from mpx._jax._formats import FORMATS
+from mpx._jax._formats import F32, FORMATS, LOW_DTYPES
 from mpx._program._interpreter import Aval
 from mpx._quant._codecs import to_integer
 

@@ -6,13 +6,11 @@ library is imported here: if it is not loaded, none of its models can be running
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-from typing import Literal as OneOf
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +18,16 @@ import numpy as np
 from jax.tree_util import SequenceKey
 from jaxtyping import PyTree
 
-from mpx._amp._emit import Autocast, warn_if_unscaled
-from mpx._amp._facts import F32, current_recording, is_low
-from mpx._amp._roles import (
-    Call,
-    Describe,
-    Roles,
-    as_positions,
-    param_arguments,
-    roles_of,
-    unbound,
-)
-from mpx._amp._rules import AmpRules, as_compute_dtype
-from mpx._casting._context import (
-    AMP_SCOPE,
-    Reduce,
-    amp_reduce,
-    argument_names,
-    refuse_cast_arguments,
-    scope_of_amp,
-)
-from mpx._casting._keep import calls_marked, is_state, scopes_around
+from mpx._casting._context import argument_names
+from mpx._casting._keep import calls_marked, is_state
+from mpx._casting._unscaled import warn_if_unscaled
 from mpx._jax import _nnx
 from mpx._jax._compat import (
     Literal,
     convert_dtype,
     open_jaxpr,
 )
+from mpx._jax._formats import F32, is_low
 from mpx._jax._frameworks import (
     Named,
     call_linen,
@@ -57,82 +38,19 @@ from mpx._jax._frameworks import (
 )
 from mpx._jax._tree import LeafName, is_array
 from mpx._jax._warn import warn
-from mpx._program._interpreter import (
-    Traced,
-    Transformation,
-    as_results,
-    dtypes_of,
+from mpx._program._interpreter import Traced, Transformation, dtypes_of
+from mpx._program._recording import current_recording
+from mpx._program._roles import (
+    Call,
+    Describe,
+    Roles,
+    as_positions,
+    param_arguments,
+    roles_of,
+    unbound,
 )
 
 _FUNC = "the function"  # beside its arguments, whose names hold no spaces
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `amp`, checked; equal if all of them are."""
-
-    dtype: np.dtype | None
-    reduce: Reduce
-    params: tuple[int | str, ...] | None
-    rules: AmpRules
-    narrow_carry: bool
-    attention: OneOf["fuse", "keep"]
-    residuals: str | None
-
-    def __call__(self) -> Autocast:
-        """Returns the visitor for one call, by what is set around it."""
-        return Autocast(
-            dtype=as_compute_dtype(self.dtype),
-            reduce=amp_reduce(self.reduce),
-            params=self.params,
-            rules=self.rules,
-            narrow_carry=self.narrow_carry,
-            attention=self.attention,
-            residuals=self.residuals,
-        )
-
-
-def under_amp(
-    func: Callable[..., PyTree], autocast: Callable[[], Autocast]
-) -> Callable[..., PyTree]:
-    """Returns a function that runs in mixed precision, given what makes its visitors."""
-
-    @functools.wraps(func)
-    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        refuse_cast_arguments()
-        visitor = autocast()
-        recording = current_recording()
-        if recording is not None:
-            visitor.decisions = recording.decisions
-            recording.casts.append((visitor.dtype, visitor.rules))
-        with scope_of_amp():
-            return call_through(visitor, func, args, kwargs)
-
-    # The gradient functions and inspection ask for it.
-    setattr(wrapper, "mpx_autocast", autocast)  # noqa: B010
-    # With itself: what wraps it in turn has its attributes, by `functools.wraps`.
-    setattr(wrapper, "mpx_under_amp", (wrapper, func))  # noqa: B010
-    return wrapper
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(eq=False, frozen=True)  # `jax.jit` takes it: it has a hash
-class ModuleUnderAmp:
-    """An Equinox module under `amp`: its parameters are still there to be trained."""
-
-    func: Callable[..., PyTree]
-    mpx_autocast: Options = dataclasses.field(metadata={"static": True}, repr=False)
-
-    def __call__(self, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return under_amp(self.func, self.mpx_autocast)(*args, **kwargs)
-
-    @property
-    def mpx_under_amp(self) -> tuple[PyTree, PyTree]:
-        return self, self.func
-
-    @property
-    def __wrapped__(self) -> PyTree:
-        return self.func
 
 
 def _take_arrays(
@@ -229,7 +147,7 @@ def _call_pure(
     has_params = is_owner or describe is not linen_name
     wide = _widened(visitor, arrays, low, widened, roles)
     traced = visitor.start(Traced(body, consts, wide, roles.named, has_params))
-    outs = visitor.finish(run_traced(visitor, traced))
+    outs = visitor.finish(visitor.run_traced(traced))
     visitor.stored.clear()  # derivative rules, which JAX keeps, refer to the visitor
     # What is returned as it came is that very array.
     given = dict(zip(map(id, wide), arrays, strict=True))
@@ -362,28 +280,6 @@ def _(
         "put `jax.jit` around the gradient."
     )
     return _heard(*primals, name), tangents[0]
-
-
-def run_traced(visitor: Transformation, traced: Traced) -> list[PyTree]:
-    """Runs a traced function through a visitor; its results have their own dtypes."""
-    facts = [
-        visitor.argument_fact(*named, leaf)
-        for named, leaf in zip(traced.named, traced.arrays, strict=True)
-    ]
-    jaxpr, consts, arrays, *_ = traced
-    dtypes = dtypes_of([var.aval for var in jaxpr.outvars])
-    scopes = tuple(x for x in scopes_around() if x != AMP_SCOPE)  # its own
-    given = jaxpr, consts, arrays, facts, scopes
-    form: str | None = getattr(visitor, "residuals", None)
-    if form is None:
-        return as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)
-    # It is loaded where it is asked for.
-    from mpx._amp._residuals import run_coded
-
-    pairs = zip(arrays, traced.named, strict=True)
-    params = [x for x, (_, is_param) in pairs if is_param]
-    run = lambda: as_results(visitor.run(*given)[0], jaxpr.outvars, dtypes)  # noqa: E731
-    return run_coded(run, params, arrays, form, getattr(visitor, "keeps"))  # noqa: B009
 
 
 def _call_with_nnx(

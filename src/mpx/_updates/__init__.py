@@ -1,1 +1,0 @@
-"""The optimizer step that is skipped if its results are not finite."""
