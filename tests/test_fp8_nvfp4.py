@@ -27,6 +27,7 @@ from models import normal
 from mpx import fp8
 from mpx._fp8 import _blocks
 from mpx._fp8._blocks import from_blocks, rotated, to_blocks
+from mpx._fp8._operands import Operand
 from mpx._fp8._rounding import mpx_round, noise_of, to_e4m3
 from mpx.recipes import NVFP4
 from mpx.testing import assert_trees_equal
@@ -177,7 +178,7 @@ def test_scales_are_e4m3_numbers(up):
 def test_numbers_of_a_block_are_exact(dtype):
     codes = jnp.asarray(np.tile(E2M1_NUMBERS, 2), jnp.float32).astype(E2M1)
     scale = jnp.asarray(E4M3, jnp.float32).astype(jnp.float8_e4m3fn)
-    blocks = _blocks.Blocks(jnp.tile(codes, (127, 1)), scale[:, None])
+    blocks = Operand(jnp.tile(codes, (127, 1)), scale[:, None], (1,))
     found = from_blocks(blocks, np.dtype(dtype))
     assert found.dtype == dtype
     assert np.array_equal(as_f64(found), E4M3[:, None] * np.tile(E2M1_NUMBERS, 2))

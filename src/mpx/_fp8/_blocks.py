@@ -5,9 +5,9 @@ So the products of the backward pass are those of other blocks than the forward 
 weights of NVFP4: their blocks are square, and so the same in both.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +25,13 @@ from mpx._fp8._operands import (
     power_of_two_scale,
 )
 from mpx._fp8._recipes import MXFP8, NVFP4, Recipe
-from mpx._fp8._rounding import mpx_round, noise_of, to_e4m3
+from mpx._fp8._rounding import TINY, mpx_round, noise_of, to_e4m3
 from mpx._jax._devices import gpu_capability
 from mpx._jax._formats import FORMATS
 
 
-class Blocks(NamedTuple):
-    """A matrix whose rows are cut into blocks.
-
-    Attributes:
-        codes: 8-bit or 4-bit numbers, (rows, columns).
-        scale: One number for the columns of a block, e8m0 or e4m3, (rows, blocks).
-        whole: The f32 scale of the matrix; `None` for 1.
-    """
-
-    codes: Array
-    scale: Array
-    whole: Array | None = None
-
-
-def to_blocks(recipe: Recipe, role: str, x: Array) -> Blocks:
-    """Quantises an activation, a weight or a gradient along its last axis."""
+def to_blocks(recipe: Recipe, role: str, x: Array) -> Operand:
+    """Quantises a matrix of activations, weights or gradients along its last axis."""
     if isinstance(recipe, NVFP4):
         return _to_nv(recipe, role, x)
     # An MX block stands for `codes · 2**(e8m0 - 127)`. The scale is rounded up, so that
@@ -55,7 +41,7 @@ def to_blocks(recipe: Recipe, role: str, x: Array) -> Blocks:
     blocks = x.reshape(rows, columns // MXFP8.multiple, MXFP8.multiple)
     scale = power_of_two_scale(largest_magnitude(blocks, (2,)), form)
     codes = cast_scaled(blocks, inverse(scale), form).reshape(rows, columns)
-    return Blocks(codes, scale[..., 0].astype(FORMATS["e8m0"].dtype))
+    return Operand(codes, scale[..., 0].astype(FORMATS["e8m0"].dtype), (1,))
 
 
 # --- NVFP4 ----------------------------------------------------------------------------
@@ -66,14 +52,12 @@ _SIZE = NVFP4.multiple
 _SIGNS = (1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, 1, 1, -1, 1, -1)  # drawn once
 
 
-def _to_nv(recipe: NVFP4, role: str, x: Array) -> Blocks:
+def _to_nv(recipe: NVFP4, role: str, x: Array) -> Operand:
     (rows, columns), dithered = x.shape, recipe.is_dithered(role)
     tall = _SIZE if role == "weight" and recipe.weight_blocks == "2d" else 1
     tiles = x.astype(jnp.float32).reshape(rows // tall, tall, columns // _SIZE, _SIZE)
     peaks = largest_magnitude(tiles, (1, 3), finite=False)
-    amax = largest_magnitude(peaks)
-    tiny = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
-    whole = jnp.maximum(amax * np.float32(1 / (6 * 448)), tiny)
+    whole = jnp.maximum(largest_magnitude(peaks) * np.float32(1 / (6 * 448)), TINY)
     inverse = 1 / whole
     # The paper rounds all scales to nearest, and clips. A clipped gradient would not be
     # right on average: where it is rounded stochastically its scale is rounded up.
@@ -85,7 +69,8 @@ def _to_nv(recipe: NVFP4, role: str, x: Array) -> Blocks:
     noise = noise_of(x).reshape(tiles.shape) if dithered else None
     codes = mpx_round(tiles * inverse * factor, noise, "e2m1").reshape(x.shape)
     scale = jnp.broadcast_to(scale[..., 0], (*tiles.shape[:2], columns // _SIZE))
-    return Blocks(codes, scale.reshape(rows, -1).astype(FORMATS["e4m3"].dtype), whole)
+    scale = scale.reshape(rows, -1).astype(FORMATS["e4m3"].dtype)
+    return Operand(codes, scale, (1,), whole=whole)
 
 
 @functools.cache
@@ -111,7 +96,7 @@ def rotated(x: Array) -> Float32[Array, "rows columns"]:
 # --- Products -------------------------------------------------------------------------
 
 
-def from_blocks(blocks: Blocks, dtype: np.dtype) -> Array:
+def from_blocks(blocks: Operand, dtype: np.dtype) -> Array:
     """Returns `codes · scale`, rounded to `dtype`.
 
     For e2m1 that is exact in bf16, f16 and f32: such a product has six significant bits.
@@ -142,17 +127,27 @@ def check_supported(recipe: Recipe) -> None:
         )
 
 
-def _emulated(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
-    return lax.dot_general(
-        from_blocks(a, dtype),
-        from_blocks(b, dtype),
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+def block_operands(
+    spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes]
+) -> tuple[Operand, Operand]:
+    """Quantises a tensor, as a matrix, for two products: see `to_fp8`."""
+    made = list[Operand]()
+    for i, summed in enumerate(groups):
+        free = [axis for axis in range(x.ndim) if axis not in summed]
+        rows = tuple(x.shape[axis] for axis in free)
+        matrix = lax.transpose(x, (*free, *summed)).reshape(math.prod(rows), -1)
+        # Both operands of the product for the weight's gradient sum over rows.
+        is_of_weight = (role, i) in (("activation", 1), ("grad", spec.weight_side))
+        if is_of_weight and isinstance(spec.recipe, NVFP4) and spec.recipe.hadamard:
+            matrix = rotated(matrix)
+        found = to_blocks(spec.recipe, role, matrix)
+        made.append(dataclasses.replace(found, summed=summed, rows=rows))
+    first, second = made
+    return first, second
 
 
-def _multiply(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
-    """Returns `a @ b.T`; both have their blocks along the sum."""
+def block_product(a: Operand, b: Operand, dtype: np.dtype) -> Array:
+    """Returns the product of two operands that are quantised in blocks."""
     if is_native():
         operands = (x[None] for x in (a.codes, b.codes, a.scale, b.scale))
         wanted = jnp.dtype(dtype if a.whole is None else np.float32)
@@ -161,38 +156,15 @@ def _multiply(a: Blocks, b: Blocks, dtype: np.dtype) -> Array:
         # Exact in f32: a number of a block has at most six significant bits. XLA for
         # CPUs has no batched product of bf16 numbers with an f32 result.
         numbers = np.dtype(np.float32) if dtype == np.float16 else dtype
-        out = lax.platform_dependent(
-            a,
-            b,
-            cpu=functools.partial(_emulated, dtype=np.dtype(np.float32)),
-            default=functools.partial(_emulated, dtype=numbers),
-        )
+        on_cpu = functools.partial(_emulated, dtype=np.dtype(np.float32))
+        elsewhere = functools.partial(_emulated, dtype=numbers)
+        out = lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
     for x in (a, b):
         out = out if x.whole is None else out * x.whole
-    return out.astype(dtype)
+    return out.astype(dtype).reshape(*(a.rows or ()), *(b.rows or ()))
 
 
-def block_operands(
-    spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes]
-) -> tuple[Operand, Operand]:
-    """Quantises a tensor, as a matrix, for two products: see `to_fp8`."""
-    made = list[Operand]()
-    for i, summed in enumerate(groups):
-        free = [axis for axis in range(x.ndim) if axis not in summed]
-        shape = tuple(x.shape[axis] for axis in free)
-        matrix = lax.transpose(x, (*free, *summed)).reshape(math.prod(shape), -1)
-        # Both operands of the product for the weight's gradient sum over rows.
-        is_of_weight = (role, i) in (("activation", 1), ("grad", spec.weight_side))
-        if is_of_weight and isinstance(spec.recipe, NVFP4) and spec.recipe.hadamard:
-            matrix = rotated(matrix)
-        found = to_blocks(spec.recipe, role, matrix)
-        options = {"batch": (), "whole": found.whole, "free": shape}
-        made.append(Operand(found.codes, found.scale, summed, **options))
-    first, second = made
-    return first, second
-
-
-def block_product(a: Operand, b: Operand, dtype: np.dtype) -> Array:
-    """Returns the product of two operands that are quantised in blocks."""
-    one, other = (Blocks(x.codes, x.scale, x.whole) for x in (a, b))
-    return _multiply(one, other, dtype).reshape(*(a.free or ()), *(b.free or ()))
+def _emulated(a: Operand, b: Operand, dtype: np.dtype) -> Array:
+    one, other = (from_blocks(x, dtype) for x in (a, b))
+    axes = (((1,), (1,)), ((), ()))
+    return lax.dot_general(one, other, axes, preferred_element_type=jnp.float32)

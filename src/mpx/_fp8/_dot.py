@@ -53,7 +53,7 @@ def _multiply(
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Returns the product of two operands in `dtype`."""
-    if a.free is not None:
+    if a.rows is not None:
         return block_product(a, b, dtype)
     a, b = summed_last(a, b), summed_last(b, a)
     # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
@@ -153,14 +153,8 @@ def _quantize(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(
-    spec: MatmulSpec,
-    sides: tuple[Array, Array],
-    operands: Operands,
-    seen: Array | None,
-    probe: Array | None,
-) -> Array:
-    return _forward(spec, sides, operands, seen, probe)[0]
+def _dot(spec: MatmulSpec, *args: Any) -> Array:
+    return _forward(spec, *args)[0]
 
 
 def _forward(
@@ -195,7 +189,9 @@ def _backward(
     quantized = _quantize(spec, "grad", grad, groups, batch=batch, seen=seen)
     grads = []
     for side, other in enumerate((rhs, lhs)):
-        rank = (lhs, rhs)[side].rank
+        # What an operand sums over here was left over in the forward pass.
+        free, contracted = (lhs, rhs)[side].summed, spec.dimensions[0][side]
+        rank = len(batch) + len(free) + len(contracted)
         grad_first, axes = _axes_of_gradient(spec, side, rank)
         factors = (quantized[side], other) if grad_first else (other, quantized[side])
         sharding = spec.shardings[side]
