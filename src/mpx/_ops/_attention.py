@@ -8,7 +8,6 @@ the scores, which the backward kernel needs.
     logsumexp = log Σ exp(scale · q kᵀ + bias)        (batch, heads, queries, 1), f32
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -38,8 +37,8 @@ from mpx._ops._primitives import (
     varying_alike,
     zero_tangent,
 )
-from mpx._program._interpreter import Op, Outcome, Visitor
-from mpx._program._queries import ATTENTION
+from mpx._program._flow import propagate
+from mpx._program._queries import ATTENTION, Equation
 
 F32 = jnp.dtype(jnp.float32)
 _jax = private("attention")
@@ -178,7 +177,6 @@ def _cudnn_backward(
 ) -> Sequence[Array]:
     """Returns the gradients of cuDNN attention without running it again."""
     *given, out, saved, cotangent = operands
-    query, key, value, *extras = given
     # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
     by_kernel = 3 in wrt and given[3].shape[0] == 1
     inside = (0, 1, 2, 3) if by_kernel else (0, 1, 2)
@@ -186,8 +184,8 @@ def _cudnn_backward(
     def backward(cotangent: Array, *given: Array) -> PyTree:
         return _vjp(given, spec, inside)[1](cotangent)
 
-    arrays, kept = (cotangent, query, key, value), (out, saved[..., 0])
-    grads, _ = _with_kernel(backward, arrays, extras, kept)
+    arrays, kept = (cotangent, *given[:3]), (out, saved[..., 0])
+    grads, _ = _with_kernel(backward, arrays, given[3:], kept)
     if 3 in wrt and not by_kernel:
         call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
         grads += jax.vjp(call, *chosen)[1](cotangent)
@@ -204,43 +202,30 @@ def _with_kernel(
 
     If the latter are `kept`, the kernel is not run.
     """
-    visitor = _Kernel(kept=kept)
-    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
-    types = *map(_even, arrays), *map(_type_of, extras)
+    saved: list[PyTree] = []
+
+    def run(eqn: Equation, values: list[PyTree]) -> list[PyTree]:
+        if eqn.primitive.name != CUDNN_KERNEL:
+            return eval_equation(eqn, values)
+        saved[:] = kept or eval_equation(eqn, values)
+        return saved
+
+    # Without the mesh axes along which they vary: JAX 0.10 loses these inside. cuDNN takes
+    # odd lengths, JAX does not.
+    even = [(batch, n + n % 2, *rest) for batch, n, *rest in (x.shape for x in arrays)]
+    shapes, args = (*even, *(x.shape for x in extras)), (*arrays, *extras)
+    types = [
+        jax.ShapeDtypeStruct(x, y.dtype) for x, y in zip(shapes, args, strict=True)
+    ]
     body, consts = open_jaxpr(jax.make_jaxpr(func)(*types))
-    args = (*arrays, *extras)
-    outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
-    if len(visitor.saved) != 2:
-        text = "this version of JAX calls cuDNN in a way that mpx does not know"
-        raise _OtherWayError(text)
-    return outs, visitor.saved
+    known = zip((*body.constvars, *body.invars), (*consts, *args), strict=True)
+    outs = propagate(body, dict(known), run, lambda atom: atom.val)
+    if len(saved) != 2:
+        raise NotImplementedError(_OTHER_WAY)
+    return outs, saved
 
 
-def _even(x: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns the type to trace an array with: cuDNN takes odd lengths, JAX does not."""
-    batch, length, *rest = x.shape
-    return jax.ShapeDtypeStruct((batch, length + length % 2, *rest), x.dtype)
-
-
-def _type_of(x: PyTree) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _Kernel(Visitor):
-    kept: Sequence[PyTree] | None
-    saved: list[PyTree] = dataclasses.field(default_factory=list)
-
-    def equation(self, op: Op) -> Outcome:
-        if op.eqn.primitive.name != CUDNN_KERNEL:
-            outs = eval_equation(op.eqn, op.values)
-        else:
-            outs = self.saved = list(self.kept or eval_equation(op.eqn, op.values))
-        return outs, [None] * len(outs)
-
-
-class _OtherWayError(NotImplementedError):
-    """The forward kernel is not where it is expected in what JAX traces."""
+_OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
 
 
 def reason_against(
@@ -278,10 +263,9 @@ def _reason_by_jax(
 
     try:
         jax.make_jaxpr(forward_and_backward)(arrays, extras)
-    except _OtherWayError as error:
-        warn(f"Attention runs without cuDNN's kernel: {error}. Upgrade mpx.")
-        return str(error)
     except (NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+        if str(error) == _OTHER_WAY:
+            warn(f"Attention runs without cuDNN's kernel: {error}. Upgrade mpx.")
         return f"cuDNN: {error}"
     return None
 
@@ -323,16 +307,14 @@ def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, A
 def _attention_jvp(
     primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
 ) -> tuple[list[PyTree], list[PyTree]]:
-    out, logsumexp = attention_p.bind(*primals, spec=spec)
+    outs = attention_p.bind(*primals, spec=spec)
     wrt = tuple(i for i in spec.free if type(tangents[i]) is not _jax.Zero)
-    tangent = zero_tangent(_jax, out)
-    if wrt:
-        chosen = [tangents[i] for i in wrt]
-        (tangent,) = attention_tangent_p.bind(
-            *primals, out, logsumexp, *chosen, spec=spec, wrt=wrt
-        )
     # JAX has no gradient of the logsumexp either.
-    return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
+    moved = [zero_tangent(_jax, x) for x in outs]
+    if wrt:
+        given = *primals, *outs, *(tangents[i] for i in wrt)
+        moved[:1] = attention_tangent_p.bind(*given, spec=spec, wrt=wrt)
+    return outs, moved
 
 
 def _batched(
@@ -378,10 +360,10 @@ attention_tangent_p, attention_backward_p = define_derivatives(
 for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
     # As JAX's own cuDNN attention, which is inside.
     _jax.prim_requires_devices_during_lowering.add(_primitive)
-for _primitive, _run in {
-    attention_p: _cudnn,
-    attention_backward_p: _cudnn_backward,
-}.items():
+for _primitive, _run in (
+    (attention_p, _cudnn),
+    (attention_backward_p, _cudnn_backward),
+):
     _lowering = _jax.lower_fun(_run, multiple_results=True)
     _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
@@ -405,11 +387,10 @@ def _padded(
     """Returns operands that are padded where the kernel needs it."""
     if spec.may_hide:
         arrays = _without_hidden_scores(arrays, extras, spec)
-    query, key, value = arrays
-    rows, keys = query.shape[1], key.shape[1]
+    rows, keys = arrays[0].shape[1], arrays[1].shape[1]
     # JAX makes a bias of a mask, for which cuDNN takes even lengths only.
     more_rows, more_keys = (rows % 2, keys % 2) if spec.extras else (0, 0)
-    size = max(query.shape[-1], value.shape[-1])
+    size = max(x.shape[-1] for x in arrays)
     size += -size % 8
     more = zip(arrays, (more_rows, more_keys, more_keys), strict=True)
     operands = [_filled_up(x, {1: n, 3: size - x.shape[-1]}) for x, n in more]
@@ -424,7 +405,5 @@ def _padded(
 
 def _filled_up(x: Array, more: dict[int, int], fill: float = 0.0) -> Array:
     """Returns an array with more elements along some axes."""
-    if not any(more.values()):
-        return x
     sizes = [(0, more.get(i, 0)) for i in range(x.ndim)]
-    return jnp.pad(x, sizes, constant_values=fill)
+    return jnp.pad(x, sizes, constant_values=fill) if any(more.values()) else x

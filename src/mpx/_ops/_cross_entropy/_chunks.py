@@ -82,16 +82,12 @@ class Chunks:
 
     def take(self, x: Array, start: ArrayLike, size: int, axis: int) -> Array:
         """Returns a chunk of an array along its axis of the vocabulary."""
-        if self.shards == 1:
-            return lax.dynamic_slice_in_dim(x, start, size, axis)
         parts = lax.dynamic_slice_in_dim(self._parts(x, axis), start, size, axis + 1)
         shape = (*x.shape[:axis], self.shards * size, *x.shape[axis + 1 :])
         return jnp.reshape(parts, shape)
 
     def put(self, x: Array, chunk: Array, start: ArrayLike, axis: int) -> Array:
         """Returns an array with one chunk replaced."""
-        if self.shards == 1:
-            return lax.dynamic_update_slice_in_dim(x, chunk, start, axis)
         parts, new = self._parts(x, axis), self._parts(chunk, axis)
         parts = lax.dynamic_update_slice_in_dim(parts, new, start, axis + 1)
         return parts.reshape(x.shape)
@@ -166,9 +162,8 @@ def _logits(head: Head, low: Array, weight: Array, bias: Array | None) -> Array:
         logits += jnp.expand_dims(bias.astype(head.wide), range(logits.ndim - 1))
     if head.soft_cap is not None:
         capped = head.soft_cap * jnp.tanh(logits / head.soft_cap)
-        logits = jnp.where(
-            jnp.isneginf(logits), logits, capped
-        )  # Excluded words stay so.
+        # Excluded words stay so.
+        logits = jnp.where(jnp.isneginf(logits), logits, capped)
     return logits
 
 
