@@ -189,12 +189,15 @@ def _by_rule(
     matmul: Matmul, names: Collection[str], purpose: str, chosen: Selection
 ) -> Iterator[str]:
     def selects(selector: Selector) -> bool:
-        if not isinstance(selector, str | type):
-            return bool(selector(matmul))
-        if any(matches(selector, name, None) for name in names if name):
+        if (
+            isinstance(selector, str)
+            and matmul.scope
+            and search(selector, matmul.scope)
+        ):
             return True
-        scope = matmul.scope if isinstance(selector, str) else ""
-        return bool(scope) and search(selector, scope)
+        if isinstance(selector, str | type):
+            return any(matches(selector, name, None) for name in names if name)
+        return bool(selector(matmul))
 
     yield from (f"keep {shown(x)}" for x in chosen.keep if selects(x))
     if not any(map(selects, chosen.include)):
