@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -111,7 +110,7 @@ def predicted_gain(
     return (work / _BF16) / (low + rest)
 
 
-def reason_to_keep(
+def reasons_to_keep(  # noqa: C901, PLR0912 (a list of reasons)
     eqn: Equation,
     dtypes: Sequence[np.dtype],
     are_params: Sequence[bool],
@@ -121,23 +120,59 @@ def reason_to_keep(
     purpose: str,
     kept: str,
     chosen: Selection,
-) -> str:
-    """Returns why a product stays as it is written; "" if it becomes fp8.
+) -> Iterator[str]:
+    """Yields why a product stays as it is written; nothing if it becomes fp8.
 
     `dtypes` are those of both operands and of the result, `are_params` tells which operands
     are parameters, and `names` of which the weight is made; `purpose` is what they are for,
     if that speaks against 8 bits, and `kept` why `amp` keeps it as it is written.
     """
+    recipe, shape, multiple = chosen.recipe, matmul.shape, chosen.recipe.multiple
     if eqn.primitive.name != "dot_general":
-        return reason_by_kind(eqn.primitive.name, chosen)
-    reasons = itertools.chain(
-        _by_operands(eqn, are_params, chosen.recipe),
-        _by_scope(matmul),
-        _by_dtype(eqn, dtypes, kept),
-        _by_rule(matmul, names, purpose, chosen),
-        _by_size(eqn, matmul, chosen),
-    )
-    return next(filter(None, reasons), "")
+        yield reason_by_kind(eqn.primitive.name, chosen)
+    if len({*are_params}) == 1:
+        all_are = are_params[0]
+        yield "both operands are parameters" if all_are else "no operand is a parameter"
+    if recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
+        kind = type(recipe).__name__
+        yield f"it has batch dimensions, for which there are no {kind} blocks"
+    for scope in matmul.scope.split("/"):
+        if scope == STOP_SCOPE:
+            yield "scope amp_stop"
+        if scope.startswith(KEPT_SCOPE):
+            yield f"keep {scope.removeprefix(KEPT_SCOPE)}"
+    for item in asked_precisions(eqn):
+        if item != lax.Precision.DEFAULT:
+            yield f"{item} was asked for"
+    for name in map(short_name, dtypes[:2]):
+        if name not in ("bf16", "f16"):
+            yield f"an operand is {name}" + f" ({kept})" * bool(kept)
+    if len({*dtypes}) > 1:
+        yield f"its result was asked for in {short_name(dtypes[2])}"
+    selects = functools.partial(_selects, matmul, names)
+    yield from (f"keep {shown(x)}" for x in chosen.keep if selects(x))
+    if purpose and not any(map(selects, chosen.include)):
+        yield purpose
+    for size in shape:
+        rest = size % multiple
+        if not isinstance(rest, int):
+            yield f"{size} is a symbol, and not always a multiple of {multiple}"
+        elif rest or (isinstance(size, int) and size == 0):
+            yield f"{size} is not a multiple of {multiple}"
+    # The products of the backward pass sum over rows and columns.
+    summed = slice(None) if recipe.form("grad", backward=True) else slice(1, 2)
+    for size in shape[summed] if recipe.longest else ():
+        if not isinstance(size, int) or size > recipe.longest:
+            most = f"at most {recipe.longest}"
+            yield f"a sum of {size} products may exceed s32 ({most})"
+    if recipe.is_dithered("grad") and not all(isinstance(x, int) for x in shape):
+        yield "gradients are rounded stochastically, and a size is a symbol"
+    # A size that is a symbol counts as large.
+    all_sizes = (*shape, sizes(eqn)[1])
+    m, k, n, count = (x if isinstance(x, int) else _LARGE for x in all_sizes)
+    gain = predicted_gain(m, k, n, count=count, recipe=recipe)
+    if gain < chosen.min_gain:
+        yield f"too small to gain (predicted {gain:.2f}×)"
 
 
 def reason_by_kind(primitive: str, chosen: Selection) -> str:
@@ -153,81 +188,12 @@ _KINDS = {
 }
 
 
-def _by_operands(
-    eqn: Equation, are_params: Sequence[bool], recipe: Recipe
-) -> Iterator[str]:
-    if len({*are_params}) == 1:
-        is_weight = are_params[0]
-        yield (
-            "both operands are parameters" if is_weight else "no operand is a parameter"
-        )
-    if recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
-        kind = type(recipe).__name__
-        yield f"it has batch dimensions, for which there are no {kind} blocks"
-
-
-def _by_scope(matmul: Matmul) -> Iterator[str]:
-    for scope in matmul.scope.split("/"):
-        if scope == STOP_SCOPE:
-            yield "scope amp_stop"
-        if scope.startswith(KEPT_SCOPE):
-            yield f"keep {scope.removeprefix(KEPT_SCOPE)}"
-
-
-def _by_dtype(eqn: Equation, dtypes: Sequence[np.dtype], kept: str) -> Iterator[str]:
-    for item in asked_precisions(eqn):
-        if item != lax.Precision.DEFAULT:
-            yield f"{item} was asked for"
-    for name in map(short_name, dtypes[:2]):
-        if name not in ("bf16", "f16"):
-            yield f"an operand is {name}" + f" ({kept})" * bool(kept)
-    if len({*dtypes}) > 1:
-        yield f"its result was asked for in {short_name(dtypes[2])}"
-
-
-def _by_rule(
-    matmul: Matmul, names: Collection[str], purpose: str, chosen: Selection
-) -> Iterator[str]:
-    def selects(selector: Selector) -> bool:
-        if (
-            isinstance(selector, str)
-            and matmul.scope
-            and search(selector, matmul.scope)
-        ):
-            return True
-        if isinstance(selector, str | type):
-            return any(matches(selector, name, None) for name in names if name)
-        return bool(selector(matmul))
-
-    yield from (f"keep {shown(x)}" for x in chosen.keep if selects(x))
-    if not any(map(selects, chosen.include)):
-        yield purpose
-
-
-def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> Iterator[str]:
-    recipe, multiple, shape = chosen.recipe, chosen.recipe.multiple, matmul.shape
-    for size in shape:
-        rest = size % multiple
-        if not isinstance(rest, int):
-            yield f"{size} is a symbol, and not always a multiple of {multiple}"
-        elif rest or (isinstance(size, int) and size == 0):
-            yield f"{size} is not a multiple of {multiple}"
-    known = [isinstance(size, int) for size in shape]
-    if recipe.longest:
-        # The products of the backward pass sum over rows and columns.
-        summed = slice(None) if recipe.form("grad", backward=True) else slice(1, 2)
-        for size, is_known in zip(shape[summed], known[summed], strict=True):
-            if not is_known or size > recipe.longest:
-                most = f"at most {recipe.longest}"
-                yield f"a sum of {size} products may exceed s32 ({most})"
-    if recipe.is_dithered("grad") and not all(known):
-        yield "gradients are rounded stochastically, and a size is a symbol"
-    # A size that is a symbol counts as large.
-    all_sizes = (*shape, sizes(eqn)[1])
-    m, k, n, count = (x if isinstance(x, int) else _LARGE for x in all_sizes)
-    gain = predicted_gain(m, k, n, count=count, recipe=recipe)
-    if gain < chosen.min_gain:
-        yield f"too small to gain (predicted {gain:.2f}×)"
+def _selects(matmul: Matmul, names: Collection[str], selector: Selector) -> bool:
+    if isinstance(selector, str) and matmul.scope and search(selector, matmul.scope):
+        return True
+    if isinstance(selector, str | type):
+        return any(matches(selector, name, None) for name in names if name)
+    return bool(selector(matmul))
 
 
 TABLE = "its parameter is an embedding table"

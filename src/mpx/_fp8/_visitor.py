@@ -28,7 +28,7 @@ from mpx._fp8._decide import (
     Selection,
     Uses,
     reason_by_kind,
-    reason_to_keep,
+    reasons_to_keep,
     sizes,
     tables_of,
     uses_inside,
@@ -270,7 +270,8 @@ class Fp8Autocast(Autocast):
             purpose = next((x for x in (TABLE, HEAD, ROUTER) if x in uses), "")
             are_params = [fact.is_weight for fact in facts]
             why = {"names": names, "purpose": purpose, "kept": kept, "chosen": chosen}
-            reason = reason_to_keep(eqn, dtypes, are_params, matmul, **why)
+            reasons = reasons_to_keep(eqn, dtypes, are_params, matmul, **why)
+            reason = next(reasons, "")
         self.matmuls.append(matmul._replace(reason=reason))
         return self.matmuls[-1]
 
