@@ -73,13 +73,9 @@ def _to_nv(recipe: NVFP4, role: str, x: Array) -> Operand:
     return Operand(codes, scale, (1,), whole=whole)
 
 
-@functools.cache
-def _rotation() -> np.ndarray:
-    """Returns an orthogonal matrix of ±1/4: random signs, then Hadamard's matrix."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < _SIZE:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.diag(_SIGNS) @ matrix / 4
+# An orthogonal matrix of ±1/4: random signs, then Hadamard's matrix.
+_HADAMARD = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
+_ROTATION = np.diag(_SIGNS) @ np.array(_HADAMARD) / 4
 
 
 def rotated(x: Array) -> Float32[Array, "rows columns"]:
@@ -89,8 +85,7 @@ def rotated(x: Array) -> Float32[Array, "rows columns"]:
     """
     pieces = x.astype(jnp.float32).reshape(len(x), -1, _SIZE)
     # Both are exact in TF32, too.
-    matrix = jnp.asarray(_rotation(), jnp.float32)
-    return (pieces @ matrix).reshape(x.shape)
+    return (pieces @ jnp.asarray(_ROTATION, jnp.float32)).reshape(x.shape)
 
 
 # --- Products -------------------------------------------------------------------------

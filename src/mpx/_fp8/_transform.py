@@ -296,22 +296,18 @@ class Fp8Function(Generic[P, R]):
             plain = eqx.combine(arrays, static)
             func, args, kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             probes = {path: (None, x) for path, (_, x) in state.largest().items()}
+            out = self._run(probes, func, args, kwargs)
+            floats = [x for x in jax.tree.leaves(out) if is_floating(x)]
+            if not floats:
+                raise TypeError(
+                    "`init` takes the gradient of the function, but it returned no floating "
+                    "array. Pass `jax.ShapeDtypeStruct`s to get an empty state."
+                )
             factor: PyTree = getattr(scaling, "loss_scaling", scaling)
-            return _first_float(self._run(probes, func, args, kwargs)) * factor
+            return jnp.sum(floats[0].astype(jnp.float32)) * factor
 
         with gradient_function():
             return state.update(jax.jit(jax.grad(scaled))(state, arrays))
-
-
-def _first_float(out: PyTree) -> Array:
-    """Returns the loss among a function's results, or the sum of the first array."""
-    for leaf in jax.tree.leaves(out):
-        if is_floating(leaf):
-            return jnp.sum(leaf.astype(jnp.float32))
-    raise TypeError(
-        "`init` takes the gradient of the function, but it returned no floating array. "
-        "Pass `jax.ShapeDtypeStruct`s to get an empty state."
-    )
 
 
 def _warn_of_hardware(recipe: Recipe) -> None:

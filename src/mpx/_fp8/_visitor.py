@@ -93,9 +93,7 @@ class Fp8Autocast(Autocast):
     _starts: dict[int, tuple[dict[str, int], int]] = dataclasses.field(
         default_factory=dict
     )
-    _has_params: bool = True
-    _shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    _gradients: frozenset[Any] = frozenset()  # the shapes of what may be one
+    _traced: Traced | None = None
     _delayed: bool = True
     _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
     # What reads the values of the running body, and those that it returns
@@ -116,23 +114,22 @@ class Fp8Autocast(Autocast):
     def start(self, traced: Traced) -> Traced:
         """Finds the embedding tables, and what the user selects."""
         self._check_selectors(traced)
-        traced = super().start(traced)
-        self._has_params, shapes = traced.has_params, [x.shape for x in traced.arrays]
-        self._shapes = dict(zip((x for x, _ in traced.named), shapes, strict=True))
-        returned = {x.aval.shape for x in traced.jaxpr.outvars} & {*shapes}
-        if returned and any(map(is_transposed, equations(traced.jaxpr))):
-            self._gradients = frozenset(returned)
+        self._traced = traced = super().start(traced)
         self.tables = tables_of(self, traced)
         return traced
 
     def finish(self, outs: Values) -> Values:
         """Warns if nothing was changed, and around a gradient."""
+        traced, self._traced = self._traced, None
+        assert traced is not None
         notes = [x for x in self.found if isinstance(x, tuple)]  # `amp` has others
         # Of a gradient the results have the shapes of the parameters, too.
-        shapes = {self._shapes[name] for _, name in notes if name in self._shapes}
-        if shapes and shapes <= self._gradients:
+        names = {name for _, name in notes}
+        shapes = {x.shape for name, x in traced.named_arrays() if name in names}
+        is_gradient = shapes and shapes <= {x.aval.shape for x in traced.jaxpr.outvars}
+        if is_gradient and any(map(is_transposed, equations(traced.jaxpr))):
             warn(_GRADIENT)
-        elif self._has_params and self.decisions is None and "" not in dict(notes):
+        elif traced.has_params and self.decisions is None and "" not in dict(notes):
             notes = [x for x in notes if x[1]] or notes
             reasons = collections.Counter(reason for reason, _ in notes)
             often = max(reasons, key=lambda x: (reasons[x], x), default="there is none")
@@ -190,26 +187,22 @@ class Fp8Autocast(Autocast):
         return super().emit(op, choice)
 
     def _dot(self, op: Op, choice: Choice) -> Values | Outcome:
-        is_cast, is_inner = choice.how == "matmul", AMP_SCOPE in op.scopes
-        dtypes = [self.dtype] * 3 if is_cast else _dtypes_of(op.eqn)
+        """Runs a matmul of 16-bit operands in 8 bits, or as it was decided."""
+        eqn, is_cast, is_inner = op.eqn, choice.how == "matmul", AMP_SCOPE in op.scopes
+        dtypes = [self.dtype] * 3 if is_cast else _dtypes_of(eqn)
         kept = choice.reason if choice.how == "original" and not is_inner else ""
         matmul = self._describe(op, dtypes, math.prod(self.lengths), kept)
         self.found.add((matmul.reason, matmul.param))
-        if not matmul.reason:
-            values = low_operands(self, op)[0] if is_cast else op.values
-            return self.multiply(op, values, matmul.param)
-        if is_inner and {*dtypes} == {self.dtype}:
-            choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
-        return super().emit(op, choice)
-
-    def multiply(self, op: Op, values: Values, param: str) -> Values:
-        """Runs a matmul of 16-bit operands in 8 bits."""
-        eqn = op.eqn
+        if matmul.reason:
+            if is_inner and {*dtypes} == {self.dtype}:
+                choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
+            return super().emit(op, choice)
+        values = low_operands(self, op)[0] if is_cast else op.values
         lhs, rhs = (jnp.asarray(value) for value in values)
         side, numbers = int(op.facts[1].is_weight), eqn.params["dimension_numbers"]
         if turned := exchanged(op, lhs, rhs):
             ((lhs, rhs), numbers), side = turned, 1 - side
-        weight = (lhs, rhs)[side]
+        weight, param = (lhs, rhs)[side], matmul.param
         shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
         spec = MatmulSpec(
             numbers,
