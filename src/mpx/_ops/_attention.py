@@ -351,10 +351,7 @@ attention_tangent_p, attention_backward_p = define_derivatives(
     (_TANGENT, _BACKWARD),
     lambda *x, spec: [plain(*x, spec=spec)[0]],
     count=lambda spec: 3 + len(spec.extras),
-    types=(
-        lambda query, *rest, spec, wrt: [query],
-        lambda *operands, spec, wrt: [operands[i] for i in wrt],
-    ),
+    types=lambda query, *rest, spec, wrt: [query],
     batched=_batched,
 )
 for _primitive in (attention_p, attention_backward_p, attention_tangent_p):

@@ -75,7 +75,7 @@ def define_derivatives(
     func: Run,
     *,
     count: Callable[..., int],
-    types: Sequence[Run],
+    types: Run,
     batched: Run,
     gradients: Run | None = None,
 ) -> tuple[Primitive, Primitive]:
@@ -83,7 +83,8 @@ def define_derivatives(
 
     Both take the operands of the function, `count` of its parameters; what was saved,
     which depends on these alone; and last the tangents of the operands `wrt`, or the
-    cotangents of all results. Given what was saved, `gradients` may be faster than JAX's.
+    cotangents of all results. `types` are those of tangents of the results. Given what was
+    saved, `gradients` may be faster than JAX's.
     """
 
     def opened(
@@ -101,8 +102,9 @@ def define_derivatives(
         outs, vjp = jax.vjp(run, *chosen)
         return list(vjp(list(given[-len(outs) :])))
 
-    tangent = define(names, labels[0], types[0], run_tangent, batched)
-    backward = define(names, labels[1], types[1], gradients or run_backward, batched)
+    tangent = define(names, labels[0], types, run_tangent, batched)
+    like = lambda *avals, wrt, **_: [avals[i] for i in wrt]  # noqa: E731
+    backward = define(names, labels[1], like, gradients or run_backward, batched)
 
     def transpose(
         cotangents: PyTree, *given: PyTree, wrt: tuple[int, ...], **params: object

@@ -128,12 +128,7 @@ tangent_p, backward_p = define_derivatives(
     (_TANGENT, _BACKWARD),
     _differentiable,
     count=lambda head: 3 + head.has_bias,
-    types=(
-        lambda *avals, head, wrt: _types(
-            *avals, head=dataclasses.replace(head, kept=None)
-        ),
-        lambda *avals, head, wrt: [_opened(head, avals)[0][i] for i in wrt],
-    ),
+    types=lambda *avals, head, wrt: _types(*avals, head=head)[: 2 + head.has_total],
     batched=_batched,
     gradients=_backward,
 )
