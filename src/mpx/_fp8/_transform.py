@@ -33,9 +33,9 @@ from mpx._casting._context import (
     signature_after,
 )
 from mpx._casting._select import Selectors, parse_selectors
-from mpx._fp8._blocks import check_supported
 from mpx._fp8._decide import Selection
 from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
+from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import DelayedScaling, Int8, Recipe, as_recipe
 from mpx._fp8._visitor import Fp8Autocast
 from mpx._jax import _nnx
