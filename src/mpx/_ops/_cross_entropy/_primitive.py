@@ -87,7 +87,7 @@ def _types(hidden: Aval, weight: Aval, *rest: Aval, head: Head) -> list[Aval]:
     found = [tokens] * (2 + head.has_total)
     if head.kept is None:
         return found
-    chunks = Chunks(head, hidden, weight)
+    chunks = Chunks(head, Operands(hidden, weight))
     return [*found, weight, typed_like(hidden, (chunks.count, chunks.kept), head.wide)]
 
 
