@@ -50,8 +50,6 @@ from mpx._jax._devices import gpu_capability, in_order
 from mpx._jax._formats import FORMATS
 from mpx._jax._sharding import axes_of, in_auto_axes, spec_of
 
-Operands = list[tuple[Operand, Operand]]
-"""Both operands in 8 bits: for the product, and for the backward pass."""
 _FAST = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _FULL = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
@@ -157,7 +155,7 @@ def fp8_dot(
 )
 def _quantize(
     spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes], **options: Any
-) -> tuple[Operand, Operand]:
+) -> tuple[Operand, ...]:
     if spec.recipe.in_blocks:
         return block_operands(spec, role, x, groups)
     return to_fp8(spec, role, x, groups, **options)
@@ -171,7 +169,7 @@ def _dot(spec: MatmulSpec, *args: Any) -> Array:
 def _forward(
     spec: MatmulSpec,
     sides: tuple[Array, Array],
-    operands: Operands,
+    operands: list[tuple[Operand, ...]],
     seen: Array | None,
     probe: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
@@ -271,9 +269,9 @@ def check_supported(recipe: Recipe) -> None:
 
 def block_operands(
     spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes]
-) -> tuple[Operand, Operand]:
+) -> tuple[Operand, ...]:
     """Quantises a tensor, as a matrix, for two products: see `to_fp8`."""
-    made = list[Operand]()
+    made: tuple[Operand, ...] = ()
     for i, summed in enumerate(groups):
         free = [axis for axis in range(x.ndim) if axis not in summed]
         rows = tuple(x.shape[axis] for axis in free)
@@ -283,9 +281,8 @@ def block_operands(
         if is_of_weight and isinstance(spec.recipe, NVFP4) and spec.recipe.hadamard:
             matrix = rotated(matrix)
         found = to_blocks(spec.recipe, role, matrix)
-        made.append(dataclasses.replace(found, summed=summed, rows=rows))
-    first, second = made
-    return first, second
+        made += (dataclasses.replace(found, summed=summed, rows=rows),)
+    return made
 
 
 def block_product(a: Operand, b: Operand, dtype: np.dtype) -> Array:

@@ -104,7 +104,7 @@ def to_fp8(
     *,
     batch: Axes,
     seen: Array | None,
-) -> tuple[Operand, Operand]:
+) -> tuple[Operand, ...]:
     """Quantises a tensor for two products, which sum over either group of its axes."""
     recipe = spec.recipe
     # A weight that XLA may shard has its codes in one order, so that all three matmuls
@@ -113,22 +113,20 @@ def to_fp8(
     if recipe.by_row:
         # XLA would compute what is cheap to compute again for each maximum and each code.
         x, one = lax.optimization_barrier(x), jnp.ones((), jnp.float32)
+        given = [Operand(x, one, axes, batch, gathered) for axes in groups]
         # The first product of a gradient is one of the backward pass, too.
-        first, second = (
-            _by_row(recipe, role, Operand(x, one, axes, batch, gathered), backward)
-            for axes, backward in zip(groups, (role == "grad", True), strict=True)
-        )
-        return first, second
+        backward = role == "grad", True
+        pairs = zip(given, backward, strict=True)
+        return tuple(_by_row(recipe, role, *pair) for pair in pairs)
     form = recipe.form(role)
     known = recipe.known_maximum(role, seen)
     clip = known is not None
     # Of huge numbers a margin makes inf, which has no scale.
     amax = jnp.minimum(known, FORMATS["f32"].max) if clip else largest_magnitude(x)
     scale = power_of_two_scale(amax, form)
-    leading: Axes = ()
-    if spec.transposes and not (batch or gathered):
-        come_first = (g for g in groups if sorted(g) == [*range(len(g))] != [])
-        leading = next(come_first, ())
+    may_transpose = spec.transposes and not (batch or gathered)
+    come_first = (g for g in groups if may_transpose and sorted(g) == [*range(len(g))])
+    leading = next(filter(None, come_first), ())
     if len(leading) in (0, x.ndim):
         codes = cast_scaled(x, inverse(scale), form, clip=clip)
         found = [(codes, axes) for axes in groups]
@@ -136,8 +134,7 @@ def to_fp8(
         codes, moved = quantize_both(x, scale, form, leading=len(leading), clip=clip)
         last = tuple(axis + x.ndim - len(leading) for axis in leading)
         found = [(moved, last) if g == leading else (codes, g) for g in groups]
-    first, second = (Operand(x, scale, axes, batch, gathered) for x, axes in found)
-    return first, second
+    return tuple(Operand(x, scale, axes, batch, gathered) for x, axes in found)
 
 
 def _by_row(recipe: Recipe, role: str, given: Operand, backward: bool) -> Operand:

@@ -34,7 +34,7 @@ from mpx._casting._context import (
 )
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._fp8._decide import Selection
-from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
+from mpx._fp8._delayed import Fp8State, Scales, check_keys
 from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import DelayedScaling, Int8, Recipe, as_recipe
 from mpx._fp8._visitor import Fp8Autocast
@@ -205,8 +205,8 @@ class Fp8Function(Generic[P, R]):
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
                 f"{type(first).__name__} was given. Make one with `.init(*args)`."
             )
-        check_history(first, recipe.history)
-        return self._run(first.largest(), self.func, args[1:], kwargs)
+        scales = first.largest(recipe.history)
+        return self._run(scales, self.func, args[1:], kwargs)
 
     def _run(
         self,
@@ -295,7 +295,8 @@ class Fp8Function(Generic[P, R]):
         def scaled(state: Fp8State, arrays: PyTree) -> Array:
             plain = eqx.combine(arrays, static)
             func, args, kwargs = _nnx.put_back(plain, _nnx.copy(objects))
-            probes = {path: (None, x) for path, (_, x) in state.largest().items()}
+            scales = state.largest(recipe.history).items()
+            probes = {path: (None, probe) for path, (_, probe) in scales}
             out = self._run(probes, func, args, kwargs)
             floats = [x for x in jax.tree.leaves(out) if is_floating(x)]
             if not floats:
