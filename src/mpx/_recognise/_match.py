@@ -235,9 +235,7 @@ class Masks(NamedTuple):
     """
 
     is_causal: bool  # Whether a query sees the keys up to its own position only
-    window: (
-        tuple[int, int] | None
-    )  # How many keys it sees to the left, and to the right
+    window: tuple[int, int] | None  # How many it sees to the left and to the right
     biases: Sequence[Side | np.ndarray]
     masks: Sequence[Side | np.ndarray]  # `True` for keys that are seen
     # The probability of each key in a row in which all is masked; `None` if there is no
@@ -264,15 +262,12 @@ class Masks(NamedTuple):
                 return x.astype(jnp.float32) * side.factor
             return x if side.keeps else ~x
 
-        joined = {
-            "bias": (operator.add, self.biases),
-            "mask": (operator.and_, self.masks),
-        }
-        return {
-            name: functools.reduce(join, map(array, sides))
-            for name, (join, sides) in joined.items()
-            if sides
-        }
+        found: dict[str, Array] = {}
+        if self.biases:
+            found["bias"] = functools.reduce(operator.add, map(array, self.biases))
+        if self.masks:
+            found["mask"] = functools.reduce(operator.and_, map(array, self.masks))
+        return found
 
 
 def masks_of(match: Match) -> Masks | str:

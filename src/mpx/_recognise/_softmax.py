@@ -15,6 +15,7 @@ A row in which everything is masked has one score, the fill. What its other part
 on how the softmax is written: a mean, nan or 0. Each meaning carries that number along.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import is_tracer
 from mpx._program._flow import propagate
-from mpx._program._interpreter import Aval, Jaxpr
+from mpx._program._interpreter import Jaxpr
 from mpx._program._queries import Equation
 from mpx._recognise._constants import RULES, SAME, as_constant, compute
 
@@ -45,32 +46,28 @@ ABSORBING = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Term:
     """A value of a jaxpr, and what is known of it; inputs and numbers have no equation.
 
     Constants that are computed in the same way are one term.
     """
 
-    def __init__(
-        self,
-        program: "Program",
-        atom: Any,
-        eqn: Equation | None = None,
-        operands: "Sequence[Term]" = (),
-        *,
-        value: PyTree = None,
-    ) -> None:
-        self.program, self.atom = program, atom
-        self.eqn: Any = eqn
-        self.operands, self.value = operands, value
-        self.aval: Aval = atom.aval
-        self.shape: tuple[int, ...] = tuple(getattr(atom.aval, "shape", ()))
+    program: "Program"
+    atom: Any
+    eqn: Any = None
+    operands: "Sequence[Term]" = ()
+    value: PyTree = None
+
+    def __post_init__(self) -> None:
+        eqn, self.aval = self.eqn, self.atom.aval
+        self.shape: tuple[int, ...] = tuple(getattr(self.aval, "shape", ()))
         self.params: dict[str, PyTree] = {} if eqn is None else eqn.params
         self.name: str = "" if eqn is None else eqn.primitive.name
         if eqn is None:
-            self.is_fixed = value is not None and not is_tracer(value)
+            self.is_fixed = self.value is not None and not is_tracer(self.value)
         else:
-            self.is_fixed = all([x.is_fixed for x in operands]) and not eqn.effects
+            self.is_fixed = not eqn.effects and all([x.is_fixed for x in self.operands])
         self.meaning = _meaning(self)
 
     @functools.cached_property
