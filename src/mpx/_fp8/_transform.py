@@ -34,7 +34,7 @@ from mpx._casting._context import (
 )
 from mpx._casting._select import Selectors, parse_selectors
 from mpx._fp8._decide import Selection
-from mpx._fp8._delayed import Fp8State, Scales, check_keys
+from mpx._fp8._delayed import Fp8State, check_keys
 from mpx._fp8._dot import check_supported
 from mpx._fp8._recipes import DelayedScaling, Int8, Recipe, as_recipe
 from mpx._fp8._visitor import Fp8Autocast
@@ -197,24 +197,20 @@ class Fp8Function(Generic[P, R]):
         if not is_report:
             check_supported(recipe)
             _warn_of_hardware(recipe)
-            _warn_of_vmap((args, kwargs))
+            is_mapped = any(map(is_batched, jax.tree.leaves((args, kwargs))))
+            if is_mapped and not in_shards.value:
+                warn(_MAPPED)
         if is_report or not isinstance(recipe, DelayedScaling):
-            return self._run(None, self.func, args, kwargs)
+            return self._run(None, self.func, *args, **kwargs)
         if not isinstance(first, Fp8State):
             raise TypeError(
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
                 f"{type(first).__name__} was given. Make one with `.init(*args)`."
             )
         scales = first.largest(recipe.history)
-        return self._run(scales, self.func, args[1:], kwargs)
+        return self._run(scales, self.func, *args[1:], **kwargs)
 
-    def _run(
-        self,
-        scales: Scales | None,
-        func: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> PyTree:
+    def _run(self, scales: Any, func: Any, /, *args: Any, **kwargs: Any) -> PyTree:
         visitor, inner = self.visitor(func)
         visitor.scales = scales
         out = call_through(visitor, inner, args, kwargs)
@@ -297,7 +293,7 @@ class Fp8Function(Generic[P, R]):
             func, args, kwargs = _nnx.put_back(plain, _nnx.copy(objects))
             scales = state.largest(recipe.history).items()
             probes = {path: (None, probe) for path, (_, probe) in scales}
-            out = self._run(probes, func, args, kwargs)
+            out = self._run(probes, func, *args, **kwargs)
             floats = [x for x in jax.tree.leaves(out) if is_floating(x)]
             if not floats:
                 raise TypeError(
@@ -327,10 +323,8 @@ def _warn_of_hardware(recipe: Recipe) -> None:
     )
 
 
-def _warn_of_vmap(arguments: PyTree) -> None:
-    if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards.value:
-        warn(
-            "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
-            "which takes more time and memory than bf16. Put it outside: "
-            "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
-        )
+_MAPPED = (
+    "`fp8` inside `jax.vmap` computes a weight gradient for each example, which takes more "
+    "time and memory than bf16. Put it outside: "
+    "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
+)

@@ -27,16 +27,7 @@ from mpx._jax._compat import (
 from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._jax._warn import warn
-from mpx._ops._primitives import (
-    Aval,
-    Dims,
-    define,
-    define_derivatives,
-    function_of,
-    mapped_alike,
-    varying_alike,
-    zero_tangent,
-)
+from mpx._ops import _primitives as ops
 from mpx._program._flow import propagate
 from mpx._program._queries import ATTENTION, Equation
 
@@ -112,7 +103,7 @@ def _vjp(
         full = [jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in extras.values()]
         return _by_jax((query, key, value, *full), spec, implementation="cudnn")
 
-    func, chosen = function_of(call, operands, wrt)
+    func, chosen = ops.function_of(call, operands, wrt)
     return jax.vjp(func, *chosen)
 
 
@@ -187,7 +178,7 @@ def _cudnn_backward(
     arrays, kept = (cotangent, *given[:3]), (out, saved[..., 0])
     grads, _ = _with_kernel(backward, arrays, given[3:], kept)
     if 3 in wrt and not by_kernel:
-        call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
+        call, chosen = ops.function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
         grads += jax.vjp(call, *chosen)[1](cotangent)
     return [grads[i] for i in wrt]
 
@@ -297,7 +288,7 @@ def reason_not_paying(
 # --- Primitives -----------------------------------------------------------------------
 
 
-def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, Aval]:
+def _attention_types(query: PyTree, *rest: PyTree, spec: Attention) -> PyTree:
     del rest, spec
     batch, length, heads, _ = query.shape
     # The result varies over devices as the query does; the caller made all alike.
@@ -310,7 +301,7 @@ def _attention_jvp(
     outs = attention_p.bind(*primals, spec=spec)
     wrt = tuple(i for i in spec.free if type(tangents[i]) is not _jax.Zero)
     # JAX has no gradient of the logsumexp either.
-    moved = [zero_tangent(_jax, x) for x in outs]
+    moved = [ops.zero_tangent(_jax, x) for x in outs]
     if wrt:
         given = *primals, *outs, *(tangents[i] for i in wrt)
         moved[:1] = attention_tangent_p.bind(*given, spec=spec, wrt=wrt)
@@ -318,11 +309,11 @@ def _attention_jvp(
 
 
 def _batched(
-    primitive: Primitive, operands: Sequence[PyTree], dims: Dims, **params: PyTree
+    primitive: Primitive, operands: Sequence[PyTree], dims: ops.Dims, **params: PyTree
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     spec: Attention = params["spec"]
-    full = mapped_alike(operands, dims)
+    full = ops.mapped_alike(operands, dims)
     size, batch = full[0].shape[:2]
     shared = list(range(3, 3 + len(spec.extras)))
     has_bias = 3 in params.get("wrt", ())
@@ -345,8 +336,8 @@ def _batched(
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
-attention_p = define(_jax, _FORWARD, _attention_types, plain, _batched)
-attention_tangent_p, attention_backward_p = define_derivatives(
+attention_p = ops.define(_jax, _FORWARD, _attention_types, plain, _batched)
+attention_tangent_p, attention_backward_p = ops.define_derivatives(
     _jax,
     (_TANGENT, _BACKWARD),
     lambda *x, spec: [plain(*x, spec=spec)[0]],
@@ -373,7 +364,7 @@ def attention(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> Array:
     """Runs attention on queries, keys, values and the arrays that `spec.extras` names."""
-    operands = varying_alike(_padded(arrays, extras, spec))
+    operands = ops.varying_alike(_padded(arrays, extras, spec))
     out, _ = attention_p.bind(*operands, spec=spec)
     return out[:, : arrays[0].shape[1], :, : arrays[2].shape[-1]]
 

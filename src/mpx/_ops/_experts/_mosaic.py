@@ -29,14 +29,8 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import as_unvarying, convert_dtype
 from mpx._jax._private import private
+from mpx._ops import _primitives as ops
 from mpx._ops._experts._plain import ALIGNMENT, Kind, group_ends, plain, row_blocks
-from mpx._ops._primitives import (
-    define,
-    run_each,
-    typed_like,
-    varying_alike,
-    zero_tangent,
-)
 from mpx._program._queries import GROUPED
 
 _Value = Any
@@ -264,7 +258,7 @@ def grouped_matmul(
     a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype
 ) -> Array:
     """Returns a grouped matmul; sums are f32."""
-    operands = varying_alike([a, b, sizes])
+    operands = ops.varying_alike([a, b, sizes])
     return grouped_p.bind(*operands, kind=kind, dtype=np.dtype(dtype))
 
 
@@ -286,7 +280,7 @@ def _by_kernel(
 def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) -> PyTree:
     columns = b.shape[2 if kind == "rows" else 1]
     rows = (*sizes.shape, a.shape[1]) if kind == "sums" else a.shape[:1]
-    return typed_like(a, (*rows, columns), dtype)
+    return ops.typed_like(a, (*rows, columns), dtype)
 
 
 def _jvp(primals: PyTree, tangents: PyTree, **params: PyTree) -> tuple[Array, PyTree]:
@@ -296,7 +290,8 @@ def _jvp(primals: PyTree, tangents: PyTree, **params: PyTree) -> tuple[Array, Py
         for i, x in enumerate(tangents[:2])
         if type(x) is not _jax.Zero
     ]
-    return out, functools.reduce(lax.add, parts) if parts else zero_tangent(_jax, out)
+    zero = ops.zero_tangent(_jax, out)
+    return out, functools.reduce(lax.add, parts) if parts else zero
 
 
 def _transpose(
@@ -331,10 +326,10 @@ def _on_cuda(context: Any, *operands: object, **params: object) -> object:
 
 
 def _batched(*args: Any, **params: object) -> tuple[Array, int]:
-    return run_each(*args, **params), 0
+    return ops.run_each(*args, **params), 0
 
 
-grouped_p = define(_jax, GROUPED, _type, plain, _batched, several=False)
+grouped_p = ops.define(_jax, GROUPED, _type, plain, _batched, several=False)
 _jax.register_lowering(grouped_p, _on_cuda, platform="cuda")
 _jax.primitive_jvps[grouped_p] = _jvp
 _jax.primitive_transposes[grouped_p] = _transpose
