@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax import lax
 
 from mpx._amp._decide import RAGGED
@@ -17,9 +16,8 @@ from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import Int8, Recipe
 from mpx._jax._compat import asked_precisions
 from mpx._jax._devices import H200
-from mpx._jax._formats import short_name
 from mpx._program._flow import pull, pull_inside
-from mpx._program._interpreter import Traced
+from mpx._program._interpreter import Op, Traced
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
@@ -111,31 +109,28 @@ def predicted_gain(
 
 
 def reasons_to_keep(  # noqa: C901, PLR0912 (a list of reasons)
-    eqn: Equation,
-    dtypes: Sequence[np.dtype],
-    are_params: Sequence[bool],
-    matmul: Matmul,
-    *,
-    names: Collection[str],
-    purpose: str,
-    kept: str,
     chosen: Selection,
+    op: Op,
+    matmul: Matmul,
+    dtypes: Sequence[str],
+    *,
+    purposes: Collection[str],
+    kept: str,
 ) -> Iterator[str]:
     """Yields why a product stays as it is written; nothing if it becomes fp8.
 
-    `dtypes` are those of both operands and of the result, `are_params` tells which operands
-    are parameters, and `names` of which the weight is made; `purpose` is what they are for,
-    if that speaks against 8 bits, and `kept` why `amp` keeps it as it is written.
+    `dtypes` are those of both operands and of the result, `purposes` what the parameter is
+    for, and `kept` is why `amp` keeps the product as it is written.
     """
-    recipe, shape, multiple = chosen.recipe, matmul.shape, chosen.recipe.multiple
+    eqn, recipe, shape = op.eqn, chosen.recipe, matmul.shape
     if eqn.primitive.name != "dot_general":
         yield reason_by_kind(eqn.primitive.name, chosen)
-    if len({*are_params}) == 1:
-        all_are = are_params[0]
-        yield "both operands are parameters" if all_are else "no operand is a parameter"
+    weights = [fact for fact in op.facts[:2] if fact.is_weight]
+    if len(weights) != 1:
+        yield "both operands are parameters" if weights else "no operand is a parameter"
     if recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
-        kind = type(recipe).__name__
-        yield f"it has batch dimensions, for which there are no {kind} blocks"
+        name = type(recipe).__name__
+        yield f"it has batch dimensions, for which there are no {name} blocks"
     for scope in matmul.scope.split("/"):
         if scope == STOP_SCOPE:
             yield "scope amp_stop"
@@ -144,27 +139,27 @@ def reasons_to_keep(  # noqa: C901, PLR0912 (a list of reasons)
     for item in asked_precisions(eqn):
         if item != lax.Precision.DEFAULT:
             yield f"{item} was asked for"
-    for name in map(short_name, dtypes[:2]):
+    for name in dtypes[:2]:
         if name not in ("bf16", "f16"):
             yield f"an operand is {name}" + f" ({kept})" * bool(kept)
     if len({*dtypes}) > 1:
-        yield f"its result was asked for in {short_name(dtypes[2])}"
-    selects = functools.partial(_selects, matmul, names)
+        yield f"its result was asked for in {dtypes[2]}"
+    selects = functools.partial(_selects, matmul, weights[0].names)
     yield from (f"keep {shown(x)}" for x in chosen.keep if selects(x))
-    if purpose and not any(map(selects, chosen.include)):
-        yield purpose
+    against = [x for x in (TABLE, HEAD, ROUTER) if x in purposes]
+    if against and not any(map(selects, chosen.include)):
+        yield against[0]
     for size in shape:
-        rest = size % multiple
+        rest = size % recipe.multiple
         if not isinstance(rest, int):
-            yield f"{size} is a symbol, and not always a multiple of {multiple}"
+            yield f"{size} is a symbol, and not always a multiple of {recipe.multiple}"
         elif rest or (isinstance(size, int) and size == 0):
-            yield f"{size} is not a multiple of {multiple}"
+            yield f"{size} is not a multiple of {recipe.multiple}"
     # The products of the backward pass sum over rows and columns.
     summed = slice(None) if recipe.form("grad", backward=True) else slice(1, 2)
     for size in shape[summed] if recipe.longest else ():
         if not isinstance(size, int) or size > recipe.longest:
-            most = f"at most {recipe.longest}"
-            yield f"a sum of {size} products may exceed s32 ({most})"
+            yield f"a sum of {size} products may exceed s32 (at most {recipe.longest})"
     if recipe.is_dithered("grad") and not all(isinstance(x, int) for x in shape):
         yield "gradients are rounded stochastically, and a size is a symbol"
     # A size that is a symbol counts as large.

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx._amp._decide import Choice
@@ -21,8 +20,6 @@ from mpx._casting._context import AMP_SCOPE, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import FP8_SCOPE, KEPT_SCOPE
 from mpx._casting._select import check_selectors
 from mpx._fp8._decide import (
-    HEAD,
-    ROUTER,
     TABLE,
     Matmul,
     Selection,
@@ -189,12 +186,12 @@ class Fp8Autocast(Autocast):
     def _dot(self, op: Op, choice: Choice) -> Values | Outcome:
         """Runs a matmul of 16-bit operands in 8 bits, or as it was decided."""
         eqn, is_cast, is_inner = op.eqn, choice.how == "matmul", AMP_SCOPE in op.scopes
-        dtypes = [self.dtype] * 3 if is_cast else _dtypes_of(eqn)
+        dtypes = [short_name(self.dtype)] * 3 if is_cast else _dtypes_of(eqn)
         kept = choice.reason if choice.how == "original" and not is_inner else ""
         matmul = self._describe(op, dtypes, math.prod(self.lengths), kept)
         self.found.add((matmul.reason, matmul.param))
         if matmul.reason:
-            if is_inner and {*dtypes} == {self.dtype}:
+            if is_inner and {*dtypes} == {short_name(self.dtype)}:
                 choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
             return super().emit(op, choice)
         values = low_operands(self, op)[0] if is_cast else op.values
@@ -233,40 +230,37 @@ class Fp8Autocast(Autocast):
     def _describe(
         self,
         op: Op,
-        dtypes: Sequence[np.dtype],
+        dtypes: Sequence[str],
         times: int,
         kept: str = "",
-        reason: str | None = None,
+        reason: str = "",
     ) -> Matmul:
         """Returns a matmul with the reason against 8 bits, and adds it to `matmuls`."""
-        eqn, facts, chosen = op.eqn, op.facts[:2], self.chosen
-        weights = [fact for fact in facts if fact.is_weight]
-        names = weights[0].names if len(weights) == 1 else frozenset[str]()
+        eqn, chosen = op.eqn, self.chosen
+        weights = [fact for fact in op.facts[:2] if fact.is_weight]
         frames = () if self.decisions is None else source_frames(eqn)
         shape, count = sizes(eqn)
         matmul = Matmul(
-            param=(weights[0].name or "") if names else "",
+            param=(weights[0].name or "") if len(weights) == 1 else "",
             scope="/".join(scope for scope in op.scopes if scope != AMP_SCOPE),
             source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
             shape=shape,
             times=times * count,
-            dtype="×".join(dict.fromkeys(map(short_name, dtypes[:2]))),
-            reason="",
+            dtype="×".join(dict.fromkeys(dtypes[:2])),
+            reason=reason,
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
             format=chosen.recipe.kind,
         )
-        if reason is None:
+        if not reason:
             uses = self._uses.get(eqn.outvars[0], frozenset())
             if any(fact.names & self.tables for fact in weights):
                 uses |= {TABLE}
-            purpose = next((x for x in (TABLE, HEAD, ROUTER) if x in uses), "")
-            are_params = [fact.is_weight for fact in facts]
-            why = {"names": names, "purpose": purpose, "kept": kept, "chosen": chosen}
-            reasons = reasons_to_keep(eqn, dtypes, are_params, matmul, **why)
-            reason = next(reasons, "")
-        self.matmuls.append(matmul._replace(reason=reason))
-        return self.matmuls[-1]
+            why = {"purposes": uses, "kept": kept}
+            reasons = reasons_to_keep(chosen, op, matmul, dtypes, **why)
+            matmul = matmul._replace(reason=next(reasons, ""))
+        self.matmuls.append(matmul)
+        return matmul
 
     def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as `amp` decides."""
@@ -373,9 +367,10 @@ def _may_enter(eqn: Equation) -> bool:
     return name in _ENTERED and (name != HI_PRIMITIVE or hi_remat(eqn) is not None)
 
 
-def _dtypes_of(eqn: Equation) -> list[np.dtype]:
+def _dtypes_of(eqn: Equation) -> list[str]:
     """Returns the dtypes of both operands of a product and of its result."""
-    return [var.aval.dtype for var in (*eqn.invars[:2], eqn.outvars[0])]
+    atoms = (*eqn.invars[:2], eqn.outvars[0])
+    return [short_name(x.aval.dtype) for x in atoms]
 
 
 _INSIDE = "inside {name}, which fp8 does not enter"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._ops._attention import causal
 from mpx._program._queries import MATMULS, has_body
@@ -57,14 +58,9 @@ class Match(NamedTuple):
     labels: list[Labels]  # Those of the axes of the operands
     result: Labels  # Those of the axes of the result
     probs: Term  # The softmax
-    meaning: Meaning
+    scores: Meaning  # What it is made of
     axes: Axes  # The labels of its axes
     sizes: dict[Label, int]  # The size of each label
-
-    @property
-    def scores(self) -> Meaning:
-        """What the softmax is made of."""
-        return self.meaning
 
     def size(self, *labels: Label) -> int:
         """Returns the product of the sizes of labels."""
@@ -72,7 +68,10 @@ class Match(NamedTuple):
 
     @property
     def _orders(self) -> list[Labels]:
-        """The labels of queries, keys, values and result: batch, length, heads, size."""
+        """The labels of queries, keys, values and result: batch, length, heads, size.
+
+        The last are those of a bias or mask: batch, heads, rows and keys.
+        """
         batch, heads, groups, row, key = self.axes
         many = (*heads, *groups)
         return [
@@ -80,6 +79,7 @@ class Match(NamedTuple):
             (batch, (key,), heads, (SUMMED,)),
             (batch, (key,), heads, (_WIDTH,)),
             (batch, (row,), many, (_WIDTH,)),
+            (batch, many, (row,), (key,)),
         ]
 
     @property
@@ -90,21 +90,17 @@ class Match(NamedTuple):
     def laid_out(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns queries, keys and values with the axes batch, length, heads and size."""
         rows = zip(arrays, self.labels, self._orders, strict=False)
-        return [jnp.asarray(self._arranged(*row)) for row in rows]
+        return [self._arranged(*row) for row in rows]
 
     def as_result(self, out: Array) -> Array:
         """Returns attention (batch, length, heads, size) in the layout of the equation."""
-        return jnp.asarray(self._arranged(out, self._orders[3], self.result))
+        return self._arranged(out, self._orders[3], self.result)
 
-    def side(self, side: Side, x: Array | np.ndarray) -> Array | np.ndarray:
+    def side(self, side: Side, x: PyTree) -> PyTree:
         """Returns a bias or mask with the axes batch, heads, rows and keys."""
-        batch, heads, groups, row, key = self.axes
-        order = (batch, (*heads, *groups), (row,), (key,))
-        return self._arranged(x, side.labels, order)
+        return self._arranged(x, side.labels, self._orders[4])
 
-    def _arranged(
-        self, x: Array | np.ndarray, labels: Labels, order: Labels
-    ) -> Array | np.ndarray:
+    def _arranged(self, x: PyTree, labels: Labels, order: Labels) -> PyTree:
         """Splits, transposes and merges axes; a label that is missing has size 1."""
         sizes: dict[Label, int] = {}
         for size, here in zip(x.shape, labels, strict=True):
@@ -272,7 +268,7 @@ class Masks(NamedTuple):
 
 def masks_of(match: Match) -> Masks | str:
     """Returns what the kernel is told of masks and biases, or why it cannot be told."""
-    sides, given = match.meaning.sides, match.meaning.masks
+    sides, given = match.scores.sides, match.scores.masks
     masks, biases, constants = [], [], []
     bias: np.ndarray | None = None  # the sum of constants that are no masks
     fills = [side.fill for side in given]
@@ -300,7 +296,7 @@ def masks_of(match: Match) -> Masks | str:
     if not masks and not has_empty_rows:
         return found
     # What rows become in which everything is masked.
-    empty, is_added = match.meaning.empty, any(side.is_added for side in given)
+    empty, is_added = match.scores.empty, any(side.is_added for side in given)
     if (
         empty is None
         or np.isinf(empty)  # times values of both signs
@@ -415,7 +411,7 @@ def fill_empty_rows(
         # Σ v softmax(s) at equal scores s = scale · q k, with its derivative:
         # p · Σ v + p · Σ (v - mean v) ds.
         mean = (total / keys).astype(value.dtype)
-        apart = lax.stop_gradient(value - mean) * match.meaning.scale
+        apart = lax.stop_gradient(value - mean) * match.scores.scale
         slopes = jnp.repeat(jnp.einsum("bshd,bshe->bhde", key, apart), groups, axis=1)
         slope = jnp.einsum("bthd,bhde->bthe", query, slopes)
         other = other + (slope - lax.stop_gradient(slope)).astype(jnp.float32)
