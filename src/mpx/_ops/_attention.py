@@ -312,27 +312,24 @@ def _batched(
     primitive: Primitive, operands: Sequence[PyTree], dims: ops.Dims, **params: PyTree
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
-    spec: Attention = params["spec"]
-    full = ops.mapped_alike(operands, dims)
+    if 3 in params.get("wrt", ()):  # The gradient of a bias may be one for the batch.
+        outs = ops.run_each(primitive, operands, dims, **params)
+        return outs, [0] * len(outs)
+    full, extras = (
+        ops.mapped_alike(operands, dims),
+        range(3, 3 + len(params["spec"].extras)),
+    )
     size, batch = full[0].shape[:2]
-    shared = list(range(3, 3 + len(spec.extras)))
-    has_bias = 3 in params.get("wrt", ())
-    if has_bias and primitive is attention_tangent_p:
-        shared.append(len(operands) - 1)  # the tangent of the bias
-    forward = primitive is attention_p
 
     def fold(i: int, x: Array) -> Array:
-        if i in shared:
-            if forward and dims[i] is None and x.shape[1] == 1:
-                return x[0]  # still one for the whole batch
+        if i in extras and dims[i] is None and x.shape[1] == 1:
+            return x[0]  # still one for the whole batch
+        if i in extras:
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
         return x.reshape(size * batch, *x.shape[2:])
 
     outs = primitive.bind(*(fold(i, x) for i, x in enumerate(full)), **params)
-    outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
-    if has_bias and primitive is attention_backward_p and full[3].shape[1] == 1:
-        outs[-1] = jnp.sum(outs[-1], axis=1, keepdims=True)  # that of the bias
-    return outs, [0] * len(outs)
+    return [x.reshape(size, batch, *x.shape[1:]) for x in outs], [0] * len(outs)
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
