@@ -313,8 +313,7 @@ def _batched(
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
     if 3 in params.get("wrt", ()):  # The gradient of a bias may be one for the batch.
-        outs = ops.run_each(primitive, operands, dims, **params)
-        return outs, [0] * len(outs)
+        return ops.run_each(primitive, operands, dims, **params)
     full, extras = (
         ops.mapped_alike(operands, dims),
         range(3, 3 + len(params["spec"].extras)),

@@ -141,7 +141,7 @@ def mapped_alike(operands: Sequence[Array], dims: Dims) -> list[Array]:
 
 def run_each(
     primitive: Primitive, operands: Sequence[Array], dims: Dims, **params: object
-) -> PyTree:
+) -> tuple[PyTree, PyTree]:
     """Maps an operation by running it once for each element, along the first axis."""
     pairs = list(zip(operands, dims, strict=True))
     mapped = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
@@ -151,4 +151,5 @@ def run_each(
         args = [x if d is None else next(given) for x, d in pairs]
         return primitive.bind(*args, **params)
 
-    return lax.map(each, mapped)
+    outs = lax.map(each, mapped)
+    return outs, jax.tree.map(lambda _: 0, outs)

@@ -103,13 +103,12 @@ def _batched(
     primitive: Primitive, given: Sequence[PyTree], dims: ops.Dims, **params: PyTree
 ) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
-    is_shared = all(d is None for d in dims[1:-1])
-    if primitive is statistics_p and is_shared and params["head"].kept is None:
-        hidden, *shared, labels = given
-        hidden, labels = ops.mapped_alike((hidden, labels), (dims[0], dims[-1]))
-        outs = primitive.bind(hidden, *shared, labels, **params)
-    else:
-        outs = ops.run_each(primitive, given, dims, **params)
+    is_shared = all(d is None for d in dims[1:-1]) and params["head"].kept is None
+    if primitive is not statistics_p or not is_shared:
+        return ops.run_each(primitive, given, dims, **params)
+    hidden, *shared, labels = given
+    hidden, labels = ops.mapped_alike((hidden, labels), (dims[0], dims[-1]))
+    outs = primitive.bind(hidden, *shared, labels, **params)
     return outs, [0] * len(outs)
 
 

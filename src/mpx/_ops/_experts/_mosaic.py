@@ -325,11 +325,7 @@ def _on_cuda(context: Any, *operands: object, **params: object) -> object:
     return lower(context, *operands, **params)
 
 
-def _batched(*args: Any, **params: object) -> tuple[Array, int]:
-    return ops.run_each(*args, **params), 0
-
-
-grouped_p = ops.define(_jax, GROUPED, _type, plain, _batched, several=False)
+grouped_p = ops.define(_jax, GROUPED, _type, plain, ops.run_each, several=False)
 _jax.register_lowering(grouped_p, _on_cuda, platform="cuda")
 _jax.primitive_jvps[grouped_p] = _jvp
 _jax.primitive_transposes[grouped_p] = _transpose
