@@ -90,7 +90,8 @@ class Fp8Autocast(Autocast):
     _starts: dict[int, tuple[dict[str, int], int]] = dataclasses.field(
         default_factory=dict
     )
-    _traced: Traced | None = None
+    # Until it has run: a copy of this visitor, which a derivative rule keeps, holds no arrays
+    _traced: Traced | None = dataclasses.field(default=None, init=False)
     _delayed: bool = True
     _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
     # What reads the values of the running body, and those that it returns
