@@ -87,19 +87,15 @@ def define_derivatives(
     saved, `gradients` may be faster than JAX's.
     """
 
-    def opened(
-        given: Sequence[Array], wrt: Sequence[int], params: dict[str, object]
-    ) -> tuple[Run, list[Array]]:
-        run = functools.partial(func, **params)
-        return function_of(run, given[: count(**params)], wrt)
-
     def run_tangent(*given: Array, wrt: tuple[int, ...], **params: object) -> PyTree:
-        run, chosen = opened(given, wrt, params)
-        return jax.jvp(run, chosen, list(given[-len(wrt) :]))[1]
+        run, known = functools.partial(func, **params), given[: count(**params)]
+        moved = list(given[-len(wrt) :])
+        return jax.jvp(*function_of(run, known, wrt), moved)[1]
 
     def run_backward(*given: Array, wrt: tuple[int, ...], **params: object) -> PyTree:
-        run, chosen = opened(given, wrt, params)
-        outs, vjp = jax.vjp(run, *chosen)
+        run, known = functools.partial(func, **params), given[: count(**params)]
+        call, chosen = function_of(run, known, wrt)
+        outs, vjp = jax.vjp(call, *chosen)
         return list(vjp(list(given[-len(outs) :])))
 
     tangent = define(names, labels[0], types, run_tangent, batched)
@@ -120,8 +116,8 @@ def define_derivatives(
         run: Run, primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
     ) -> tuple[PyTree, PyTree]:
         free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
-        call, chosen = function_of(functools.partial(run, **params), primals, free)
-        return jax.jvp(call, chosen, [tangents[i] for i in free])
+        run, moved = functools.partial(run, **params), [tangents[i] for i in free]
+        return jax.jvp(*function_of(run, primals, free), moved)
 
     for primitive, run in ((tangent, run_tangent), (backward, run_backward)):
         names.primitive_jvps[primitive] = functools.partial(differentiated, run)
