@@ -141,14 +141,14 @@ class Fp8Autocast(Autocast):
         """Raises for strings and types of the user that select nothing."""
         if not traced.has_params or not (self.chosen.keep or self.chosen.include):
             return
-        scopes = traced.places()[0]
-        called = {scope.rpartition("/")[2] for scope in scopes}
+        scopes = [(scope, None) for scope in traced.places()[0]]
+        called = {scope.rpartition("/")[2] for scope, _ in scopes}
         was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
-        named = [*traced.named_arrays(), *((scope, None) for scope in scopes)]
         chosen = {"keep": self.chosen.keep, "include": self.chosen.include}
         for what, selectors in chosen.items():
             # Predicates are asked about matmuls.
             found = [x for x in selectors if isinstance(x, str | type)]
+            named = [*traced.named_arrays(), *scopes]
             check_selectors(found, what, named, was_called)
 
     # --- equations --------------------------------------------------------------------

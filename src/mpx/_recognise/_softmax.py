@@ -132,12 +132,6 @@ class Meaning(NamedTuple):
     def masks(self) -> list[Side]:
         return [side for side in self.sides if side.kind == "mask"]
 
-    def then(
-        self, func: Callable[..., np.ndarray], *others: float | None
-    ) -> float | None:
-        """Returns what a function makes of `empty`, in f32."""
-        return _number(func, self.empty, *others)
-
 
 class Program:
     """A jaxpr as terms; nothing is run or changed by looking."""
@@ -326,7 +320,7 @@ def _scaled(source: Meaning, factor: float) -> Meaning | None:
                 return None
             side = side._replace(fill=fill)
         sides.append(side)
-    scale, empty = source.scale * factor, source.then(np.multiply, factor)
+    scale, empty = source.scale * factor, _number(np.multiply, source.empty, factor)
     return source._replace(scale=scale, sides=tuple(sides), empty=empty)
 
 
@@ -417,11 +411,11 @@ def _joined(term: Term, first: Meaning, second: Meaning) -> Meaning | None:
     parts = term.name, first.kind, second.kind
     same = first.dot, first.scale, first.sides
     if parts == ("sub", "scores", "max") and first.shift is None:
-        empty = first.then(np.subtract, second.empty)
+        empty = _number(np.subtract, first.empty, second.empty)
         is_own = same == (second.dot, second.scale, second.sides)
         return first._replace(shift=second.shift, empty=empty) if is_own else None
     if parts == ("div", "exp", "sum") and first.exp is second.exp:
-        empty = first.then(np.divide, second.empty)
+        empty = _number(np.divide, first.empty, second.empty)
         return second._replace(kind="probs", labels=first.labels, empty=empty)
     return None
 
@@ -441,7 +435,9 @@ def _reduced(term: Term, source: Meaning, _: int) -> Meaning | None:
     gone = frozenset(label for axis in axes for label in source.labels[axis])
     labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
     if (term.name, source.kind) == ("reduce_sum", "exp"):
-        empty = source.then(np.multiply, math.prod(source.sizes[x] for x in gone))
+        empty = _number(
+            np.multiply, source.empty, math.prod(source.sizes[x] for x in gone)
+        )
         return source._replace(kind="sum", labels=labels, summed=gone, empty=empty)
     if (term.name, source.kind, source.shift) == ("reduce_max", "scores", None):
         return source._replace(kind="max", labels=labels, shift=gone)
@@ -457,7 +453,7 @@ def _max(term: Term, source: Meaning, position: int) -> Meaning | None:
 def _exp(term: Term, source: Meaning, _: int) -> Meaning | None:
     if source.kind != "scores":
         return None
-    return source._replace(kind="exp", exp=term, empty=source.then(np.exp))
+    return source._replace(kind="exp", exp=term, empty=_number(np.exp, source.empty))
 
 
 _RULES: dict[str, Callable[[Term, Meaning, int], Meaning | None]] = {
