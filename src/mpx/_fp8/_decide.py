@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from mpx._program._queries import (
     GROUPED,
     MATMULS,
     Equation,
-    flops,
     holds,
     matmul_sizes,
     names,
@@ -68,27 +66,6 @@ class Selection:
     keep: tuple[Selector, ...]
     include: tuple[Selector, ...]
     min_gain: float
-
-
-def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
-    """Returns (rows, summed length, columns) of what multiplies, and how many of these."""
-    first, second = (var.aval.shape for var in eqn.invars[:2])
-    name, count = eqn.primitive.name, 1
-    if name in ATTENTION:
-        # A product with the keys and one with the values; more of them in derivatives.
-        summed, columns = first[-1], second[1]
-        count = ATTENTION[name] * first[0] * first[2]
-    elif name in CROSS_ENTROPY:
-        summed, columns = first[-1], second[eqn.params["head"].vocab_axis]
-    else:
-        summed, (rows, columns) = matmul_sizes(eqn)
-        if name == "dot_general":
-            batch = eqn.params["dimension_numbers"][1][0]
-            return (rows, summed, columns), math.prod(first[axis] for axis in batch)
-        if name != "conv_general_dilated":
-            # Each row of the first operand of a ragged matmul belongs to one group.
-            columns = eqn.outvars[0].aval.shape[-1]
-    return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
 
 
 def predicted_gain(
@@ -163,8 +140,7 @@ def reasons_to_keep(  # noqa: C901, PLR0912 (a list of reasons)
     if recipe.is_dithered("grad") and not all(isinstance(x, int) for x in shape):
         yield "gradients are rounded stochastically, and a size is a symbol"
     # A size that is a symbol counts as large.
-    all_sizes = (*shape, sizes(eqn)[1])
-    m, k, n, count = (x if isinstance(x, int) else _LARGE for x in all_sizes)
+    m, k, n, count = (x if isinstance(x, int) else _LARGE for x in matmul_sizes(eqn))
     gain = predicted_gain(m, k, n, count=count, recipe=recipe)
     if gain < chosen.min_gain:
         yield f"too small to gain (predicted {gain:.2f}×)"

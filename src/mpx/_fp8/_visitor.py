@@ -26,7 +26,6 @@ from mpx._fp8._decide import (
     Uses,
     reason_by_kind,
     reasons_to_keep,
-    sizes,
     tables_of,
     uses_inside,
     uses_of,
@@ -47,20 +46,18 @@ from mpx._program import HANDLERS
 from mpx._program._interpreter import Op, Outcome, Scopes, Traced, Values
 from mpx._program._queries import (
     ATTENTION,
-    CROSS_ENTROPY,
-    GROUPED,
     HI_PRIMITIVE,
-    MATMULS,
+    MULTIPLIES,
     Equation,
     Position,
     equations,
     flops,
     holds,
+    matmul_sizes,
     walk_inside,
 )
 
-# `dot_general` is changed, the others are listed in the report.
-_MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED))
+# `dot_general` is changed, the others of `MULTIPLIES` are listed in the report.
 _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -172,11 +169,11 @@ class Fp8Autocast(Autocast):
             if name != "cond":
                 self._starts[id(eqn)] = dict(self.counts), len(self.matmuls)
             # A report looks for more than what is changed.
-            wanted = ("dot_general",) if self.decisions is None else _MULTIPLIES
+            wanted = ("dot_general",) if self.decisions is None else MULTIPLIES
             if choice.how == "original" and holds(eqn, wanted):
                 return HANDLERS[name](self, op)  # whose equations are decided in turn
         else:
-            if name in _MULTIPLIES:
+            if name in MULTIPLIES:
                 self.found.add((reason_by_kind(name, self.chosen), ""))
             elif name in HANDLERS and holds(eqn, ("dot_general",)):
                 self.found.add((_INSIDE.format(name=name), ""))
@@ -240,12 +237,12 @@ class Fp8Autocast(Autocast):
         eqn, chosen = op.eqn, self.chosen
         weights = [fact for fact in op.facts[:2] if fact.is_weight]
         frames = () if self.decisions is None else source_frames(eqn)
-        shape, count = sizes(eqn)
+        *shape, count = matmul_sizes(eqn)
         matmul = Matmul(
             param=(weights[0].name or "") if len(weights) == 1 else "",
             scope="/".join(scope for scope in op.scopes if scope != AMP_SCOPE),
             source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            shape=shape,
+            shape=tuple(shape),
             times=times * count,
             dtype="×".join(dict.fromkeys(dtypes[:2])),
             reason=reason,
@@ -266,11 +263,11 @@ class Fp8Autocast(Autocast):
     def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as `amp` decides."""
         eqn, count = op.eqn, math.prod(self.lengths)
-        if eqn.primitive.name in _MULTIPLIES:
+        if eqn.primitive.name in MULTIPLIES:
             self._describe(op, _dtypes_of(eqn), count)
         reason = _INSIDE.format(name=eqn.primitive.name)
         for inner, scopes, times, _ in walk_inside(Position(eqn, op.scopes, count)):
-            if inner.primitive.name in _MULTIPLIES:
+            if inner.primitive.name in MULTIPLIES:
                 unknown = Op(inner, [], [DATA] * len(inner.invars), scopes)
                 self._describe(unknown, _dtypes_of(inner), times, reason=reason)
 

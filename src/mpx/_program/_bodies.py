@@ -9,7 +9,6 @@ of, so they hold types, never values: a value would be a leaked tracer.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,11 +48,11 @@ from mpx._program._interpreter import (
     Values,
     Visitor,
     arrays_of,
-    as_results,
     cast_all,
     dtypes_of,
     rewrite,
     types_of,
+    visit,
     with_dtype,
 )
 from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names, variables
@@ -76,10 +75,7 @@ def _jit(visitor: Visitor, op: Op) -> Outcome:
 def _inline(visitor: Visitor, op: Op) -> Outcome:
     params = op.eqn.params
     found = (params.get(x) for x in ("call_jaxpr", "jaxpr", "fwd_jaxpr"))
-    jaxpr, consts = open_jaxpr(next(filter(None, found)))
-    scopes = visitor.scopes_inside(op.eqn, op.scopes)
-    with visitor.inside(op.eqn, None):
-        return visitor.run(jaxpr, consts, op.values, op.facts, scopes)
+    return visit(visitor, op, next(filter(None, found)), op.values, op.facts)
 
 
 def _remat(visitor: Visitor, op: Op) -> Outcome:
@@ -106,45 +102,36 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
     avals, branches = types_of(operands), op.eqn.params["branches"]
     invars = open_jaxpr(branches[0])[0].invars
     facts = visitor.facts_inside(op.facts[1:], invars, "operand")
-    groups, new, found = [], [], []
-    for branch in branches:
-        more = visitor.more_inputs(op)
-        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=more)
-        groups.append(jax.tree.leaves(more))
-        new.append(jaxpr)
-        found.append(known)
-    more = [leaf for group in groups for leaf in group]
+    more = visitor.more_inputs(op)
+    visited = [rewrite(visitor, op, x, avals, facts, more=more) for x in branches]
+    new, found = zip(*visited, strict=True)
     dtypes = [dtypes_of(branch.out_avals) for branch in new]
-    if more or len(set(dtypes)) > 1:
-        # The branches must agree: where they differ, each has the dtype of the original,
-        # and each gets the further inputs of all.
+    if len(set(dtypes)) > 1:
+        # The branches must agree: where they differ, each has the dtype of the original.
         common = tuple(
             seen[0] if len(set(seen)) == 1 else var.aval.dtype
             for *seen, var in zip(*dtypes, op.eqn.outvars, strict=True)
         )
 
-        def alike(run: Callable[..., Values], start: int, group: Values) -> Jaxpr:
-            own = [*range(len(avals)), *range(start, start + len(group))]
-            call = lambda *args: cast_all(run(*(args[i] for i in own)), common)  # noqa: E731
-            return jax.make_jaxpr(call)(*avals, *types_of(more))
+        def alike(branch: Jaxpr) -> Jaxpr:
+            call = lambda *args: cast_all(as_function(branch)(*args), common)  # noqa: E731
+            return jax.make_jaxpr(call)(*branch.in_avals)
 
-        starts = itertools.accumulate(map(len, groups), initial=len(avals))
-        new = [*map(alike, map(as_function, new), starts, groups)]
-    outs = bind(op.eqn, [index, *operands, *more], branches=tuple(new))
+        new = map(alike, new)
+    operands += jax.tree.leaves(more)
+    outs = bind(op.eqn, [index, *operands], branches=tuple(new))
     known = [visitor.join_facts(list(facts)) for facts in zip(*found, strict=True)]
     return outs, visitor.result_facts(outs, known)
 
 
 def _shard_map(visitor: Visitor, op: Op) -> Outcome:
-    params = op.eqn.params
-    body, consts = open_jaxpr(params["jaxpr"])
-    facts = visitor.facts_inside(op.facts, body.invars, "slice")
-    scopes, known = visitor.scopes_inside(op.eqn, op.scopes), list[PyTree]()
+    params, known = op.eqn.params, list[PyTree]()
+    invars = open_jaxpr(params["jaxpr"])[0].invars
+    facts = visitor.facts_inside(op.facts, invars, "slice")
 
     def call(*args: PyTree) -> tuple[PyTree, ...]:
-        with visitor.inside(op.eqn, None):
-            outs, known[:] = visitor.run(body, consts, args, facts, scopes)
-        return tuple(as_results(outs, body.outvars))
+        outs, known[:] = visit(visitor, op, params["jaxpr"], args, facts)
+        return tuple(outs)
 
     outs = jax.shard_map(
         call,
@@ -280,7 +267,7 @@ class _CustomCall:
 
     def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
         self.visitor, self.eqn, self.around = visitor, op.eqn, visitor.around
-        self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
+        self.op = op._replace(values=[], facts=[])
         found = (op.eqn.params.get(name) for name in ("call_jaxpr", "call"))
         self.jaxpr = next(filter(None, found), None) or hi_jaxpr(op.eqn)
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
@@ -310,15 +297,12 @@ class _CustomCall:
 
     def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
         """Runs a jaxpr that was traced at the original dtypes."""
-        body, consts = open_jaxpr(jaxpr)
         visitor, outer = self.visitor, self.visitor.around
-        visitor.around = self.around | {*variables(body)}
+        visitor.around = self.around | {*variables(open_jaxpr(jaxpr)[0])}
         try:
-            with visitor.inside(self.eqn, None):
-                outs, known = visitor.run(body, consts, args, facts, self.scopes)
+            return visit(visitor, self.op, jaxpr, args, facts)
         finally:
             visitor.around = outer
-        return as_results(outs, body.outvars), known
 
     def differentiable(
         self, values: Sequence[PyTree], perturbed: Sequence[bool]
@@ -398,21 +382,6 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
     return outs, visitor.result_facts(outs, custom.known)
 
 
-def _transposed(
-    pushforward: Callable[..., Values],
-    inputs: Sequence[Aval],
-    chosen: Sequence[int],
-    cotangents: Values,
-) -> PyTree:
-    """Pulls back cotangents of some results; the user's rule is told that others are zero."""
-
-    def linear(*tangents: PyTree) -> Values:
-        outs = pushforward(*tangents)
-        return [outs[i] for i in chosen]
-
-    return jax.linear_transpose(linear, *inputs)(cotangents)
-
-
 def _with(
     values: Sequence[PyTree], places: Sequence[int], others: Sequence[PyTree]
 ) -> Values:
@@ -461,8 +430,11 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
                 if derive is jax.vjp:
                     full = [jnp.zeros(x.shape, x.dtype) for x in found["outs"]]
                     return derivative(_with(full, chosen, cotangents))
-                inputs = [avals[i] for i in free]
-                return _transposed(derivative, inputs, chosen, cotangents)
+                # The user's rule is told that the others are zero.
+                linear = lambda *x: [derivative(*x)[i] for i in chosen]  # noqa: E731
+                return jax.linear_transpose(linear, *(avals[i] for i in free))(
+                    cotangents
+                )
 
             types = [found["outs"][i] for i in chosen]
             new = custom.trace(expanded, found["residuals"], types)
