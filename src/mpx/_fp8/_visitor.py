@@ -173,12 +173,7 @@ class Fp8Autocast(Autocast):
             if choice.how == "original" and holds(eqn, wanted):
                 return HANDLERS[name](self, op)  # whose equations are decided in turn
         else:
-            if name in MULTIPLIES:
-                self.found.add((reason_by_kind(name, self.chosen), ""))
-            elif name in HANDLERS and holds(eqn, ("dot_general",)):
-                self.found.add((_INSIDE.format(name=name), ""))
-            if self.decisions is not None:
-                self._record(op)
+            self._record(op)
         return super().emit(op, choice)
 
     def _dot(self, op: Op, choice: Choice) -> Values | Outcome:
@@ -187,7 +182,6 @@ class Fp8Autocast(Autocast):
         dtypes = [short_name(self.dtype)] * 3 if is_cast else _dtypes_of(eqn)
         kept = choice.reason if choice.how == "original" and not is_inner else ""
         matmul = self._describe(op, dtypes, math.prod(self.lengths), kept)
-        self.found.add((matmul.reason, matmul.param))
         if matmul.reason:
             if is_inner and {*dtypes} == {short_name(self.dtype)}:
                 choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
@@ -257,16 +251,18 @@ class Fp8Autocast(Autocast):
             why = {"purposes": uses, "kept": kept}
             reasons = reasons_to_keep(chosen, op, matmul, dtypes, **why)
             matmul = matmul._replace(reason=next(reasons, ""))
+        is_dot = eqn.primitive.name == "dot_general" and not reason
+        self.found.add((matmul.reason, matmul.param if is_dot else ""))
         self.matmuls.append(matmul)
         return matmul
 
     def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as `amp` decides."""
-        eqn, count = op.eqn, math.prod(self.lengths)
-        if eqn.primitive.name in MULTIPLIES:
-            self._describe(op, _dtypes_of(eqn), count)
-        reason = _INSIDE.format(name=eqn.primitive.name)
-        for inner, scopes, times, _ in walk_inside(Position(eqn, op.scopes, count)):
+        here = Position(op.eqn, op.scopes, math.prod(self.lengths))
+        if op.eqn.primitive.name in MULTIPLIES:
+            self._describe(op, _dtypes_of(op.eqn), here.times)
+        reason = _INSIDE.format(name=op.eqn.primitive.name)
+        for inner, scopes, times, _ in walk_inside(here):
             if inner.primitive.name in MULTIPLIES:
                 unknown = Op(inner, [], [DATA] * len(inner.invars), scopes)
                 self._describe(unknown, _dtypes_of(inner), times, reason=reason)

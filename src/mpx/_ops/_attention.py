@@ -29,6 +29,7 @@ from mpx._jax._private import private
 from mpx._jax._warn import warn
 from mpx._ops import _primitives as ops
 from mpx._program._flow import propagate
+from mpx._program._interpreter import function_of
 from mpx._program._queries import ATTENTION, Equation
 
 F32 = jnp.dtype(jnp.float32)
@@ -103,7 +104,7 @@ def _vjp(
         full = [jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in extras.values()]
         return _by_jax((query, key, value, *full), spec, implementation="cudnn")
 
-    func, chosen = ops.function_of(call, operands, wrt)
+    func, chosen = function_of(call, operands, wrt)
     return jax.vjp(func, *chosen)
 
 
@@ -178,7 +179,7 @@ def _cudnn_backward(
     arrays, kept = (cotangent, *given[:3]), (out, saved[..., 0])
     grads, _ = _with_kernel(backward, arrays, given[3:], kept)
     if 3 in wrt and not by_kernel:
-        call, chosen = ops.function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
+        call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
         grads += jax.vjp(call, *chosen)[1](cotangent)
     return [grads[i] for i in wrt]
 

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive, as_varying, varying_axes
+from mpx._program._interpreter import function_of
 
 Run = Callable[..., PyTree]
 Names = Any
@@ -55,18 +56,6 @@ def typed_like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
     """Returns a type of another shape and dtype, replicated where axes are explicit."""
     sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
-
-
-def function_of(
-    func: Run, operands: Sequence[Array], wrt: Sequence[int]
-) -> tuple[Run, list[Array]]:
-    """Returns a function of some of its operands, with the others fixed, and the former."""
-
-    def call(*chosen: Array) -> PyTree:
-        replaced = dict(zip(wrt, chosen, strict=True))
-        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
-
-    return call, [operands[i] for i in wrt]
 
 
 def define_derivatives(
@@ -139,13 +128,8 @@ def run_each(
     primitive: Primitive, operands: Sequence[Array], dims: Dims, **params: object
 ) -> tuple[PyTree, PyTree]:
     """Maps an operation by running it once for each element, along the first axis."""
-    pairs = list(zip(operands, dims, strict=True))
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
-
-    def each(slices: list[Array]) -> PyTree:
-        given = iter(slices)
-        args = [x if d is None else next(given) for x, d in pairs]
-        return primitive.bind(*args, **params)
-
-    outs = lax.map(each, mapped)
+    mapped = [i for i, d in enumerate(dims) if d is not None]
+    call, _ = function_of(functools.partial(primitive.bind, **params), operands, mapped)
+    moved = [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped]
+    outs = lax.map(lambda slices: call(*slices), moved)
     return outs, jax.tree.map(lambda _: 0, outs)

@@ -50,6 +50,7 @@ from mpx._program._interpreter import (
     arrays_of,
     cast_all,
     dtypes_of,
+    function_of,
     rewrite,
     types_of,
     visit,
@@ -265,13 +266,13 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
 class _CustomCall:
     """A call of a function whose derivative rule is expanded at its dtypes and visited."""
 
-    def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
+    def __init__(self, visitor: Visitor, op: Op) -> None:
         self.visitor, self.eqn, self.around = visitor, op.eqn, visitor.around
         self.op = op._replace(values=[], facts=[])
         found = (op.eqn.params.get(name) for name in ("call_jaxpr", "call"))
         self.jaxpr = next(filter(None, found), None) or hi_jaxpr(op.eqn)
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
-        avals = types_of(values)
+        avals = types_of(arrays_of(op.values))
         new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
         self.smooth = [i for i, var in enumerate(op.eqn.outvars) if _smooth(var)]
@@ -280,6 +281,11 @@ class _CustomCall:
         """Runs the function itself."""
         outs, _ = self.visited(self.jaxpr, args, self.facts)
         return cast_all(outs, self.dtypes)
+
+    def outcome(self, call: Callable[..., PyTree], op: Op) -> Outcome:
+        """Returns the results of what replaces the function."""
+        outs = list(call(*arrays_of(op.values)))
+        return outs, self.visitor.result_facts(outs, self.known)
 
     def trace(self, func: Callable[..., PyTree], *avals: PyTree) -> Jaxpr:
         """Traces a derivative rule at its own dtypes."""
@@ -319,15 +325,9 @@ class _CustomCall:
         dtypes = [var.aval.dtype for var in self.eqn.invars]
         return free, [*map(with_dtype, types_of(values), dtypes)]
 
-    def partially(
-        self, args: Sequence[PyTree], free: Sequence[int]
-    ) -> Callable[..., Values]:
-        """Returns the original equation as a function of some of its operands."""
-
-        def call(*chosen: PyTree) -> Values:
-            return eval_equation(self.eqn, _with(args, free, chosen))
-
-        return call
+    def original(self, *args: PyTree) -> Values:
+        """Runs the equation as it is written."""
+        return eval_equation(self.eqn, args)
 
 
 def _smooth(var: Any) -> bool:
@@ -350,16 +350,14 @@ def _are_zeros(jaxpr: Jaxpr) -> list[bool]:
 
 
 def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
-    eqn, values = op.eqn, arrays_of(op.values)
-    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
+    eqn, custom, count = op.eqn, _CustomCall(visitor, op), len(op.eqn.outvars)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
         asked = [not _is_zero(tangent) for tangent in tangents]
         free, avals = custom.differentiable(primals, asked)
 
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
-            call = custom.partially(args, free)
-            outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
+            outs, pushed = jax.jvp(*function_of(custom.original, args, free), chosen)
             return outs, [pushed[i] for i in custom.smooth]
 
         new = custom.trace(expanded, avals, [avals[i] for i in free])
@@ -378,32 +376,22 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
 
     call = jax.custom_jvp(custom.run)
     call.defjvp(rule, symbolic_zeros=True)
-    outs = list(call(*values))
-    return outs, visitor.result_facts(outs, custom.known)
-
-
-def _with(
-    values: Sequence[PyTree], places: Sequence[int], others: Sequence[PyTree]
-) -> Values:
-    """Returns values with others in some places."""
-    found = dict(enumerate(values)) | dict(zip(places, others, strict=True))
-    return [found[i] for i in range(len(values))]
+    return custom.outcome(call, op)
 
 
 def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
-    values = arrays_of(op.values)
-    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
+    custom, count = _CustomCall(visitor, op), len(op.eqn.outvars)
     derive = jax.linearize if has_linearization(op.eqn) else jax.vjp
 
     def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
-        asked = [primal.perturbed for primal in primals]
-        free, avals = custom.differentiable(args, asked)
-        given, found = dtypes_of(args), dict[str, PyTree]()
+        free, avals = custom.differentiable(args, [x.perturbed for x in primals])
+        given, inputs = dtypes_of(args), [avals[i] for i in free]
+        found = dict[str, PyTree]()
 
         def expanded(*args: PyTree) -> Values:
-            call = custom.partially(args, free)
-            outs, derivative = derive(call, *(args[i] for i in free))
+            call, chosen = function_of(custom.original, args, free)
+            outs, derivative = derive(call, *chosen)
             residuals, found["tree"] = jax.tree.flatten(derivative)
             found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
             # What is an argument is not returned: a reference cannot be.
@@ -413,8 +401,8 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
         new = custom.trace(expanded, *avals)
         outs, known = custom.visited(new, args, custom.facts)
-        variables = open_jaxpr(new)[0].outvars
-        others = visitor.facts_inside(known[count:], variables[count:], "operand")
+        variables = open_jaxpr(new)[0].outvars[count:]
+        others = visitor.facts_inside(known[count:], variables, "operand")
         own, made = [args, custom.facts], [iter(outs[count:]), iter(others)]
         residuals, kept = (
             [next(new) if i is None else given[i] for i in found["places"]]
@@ -428,13 +416,12 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
             def expanded(residuals: Values, cotangents: Values) -> PyTree:
                 derivative = jax.tree.unflatten(found["tree"], residuals)
                 if derive is jax.vjp:
-                    full = [jnp.zeros(x.shape, x.dtype) for x in found["outs"]]
-                    return derivative(_with(full, chosen, cotangents))
+                    known = dict(zip(chosen, cotangents, strict=True))
+                    zeros = (jnp.zeros(x.shape, x.dtype) for x in found["outs"])
+                    return derivative([known.get(*x) for x in enumerate(zeros)])
                 # The user's rule is told that the others are zero.
                 linear = lambda *x: [derivative(*x)[i] for i in chosen]  # noqa: E731
-                return jax.linear_transpose(linear, *(avals[i] for i in free))(
-                    cotangents
-                )
+                return jax.linear_transpose(linear, *inputs)(cotangents)
 
             types = [found["outs"][i] for i in chosen]
             new = custom.trace(expanded, found["residuals"], types)
@@ -452,27 +439,23 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
     call = jax.custom_vjp(custom.run)
     call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
-    outs = list(call(*values))
-    return outs, visitor.result_facts(outs, custom.known)
+    return custom.outcome(call, op)
 
 
 def _custom_vmap(visitor: Visitor, op: Op) -> Outcome:
-    values = arrays_of(op.values)
-    custom = _CustomCall(visitor, op, values)
+    custom = _CustomCall(visitor, op)
     call = jax.custom_batching.custom_vmap(lambda *args: custom.run(*args))
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *args: PyTree) -> tuple[Values, list[bool]]:
         axes = tuple(0 if is_batched else None for is_batched in batched)
-        original = lambda *args: eval_equation(op.eqn, args)  # noqa: E731
-        mapped = jax.vmap(original, axes, axis_size=size)
+        mapped = jax.vmap(custom.original, axes, axis_size=size)
         dtypes = [var.aval.dtype for var in op.eqn.invars]
         new = custom.trace(mapped, *map(with_dtype, types_of(args), dtypes))
         outs, _ = custom.visited(new, args, custom.facts)
         return cast_all(outs, custom.dtypes), [True] * len(outs)
 
-    outs = list(call(*values))
-    return outs, visitor.result_facts(outs, custom.known)
+    return custom.outcome(call, op)
 
 
 def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:

@@ -333,6 +333,18 @@ def _constant(value: PyTree, aval: Aval) -> PyTree:
     return jnp.asarray(value, aval.dtype)
 
 
+def function_of(
+    func: Callable[..., PyTree], args: Sequence[PyTree], free: Sequence[int]
+) -> tuple[Callable[..., PyTree], Values]:
+    """Returns a function of some of its arguments, with the others fixed, and the former."""
+
+    def call(*chosen: PyTree) -> PyTree:
+        replaced = dict(zip(free, chosen, strict=True))
+        return func(*[replaced.get(i, x) for i, x in enumerate(args)])
+
+    return call, [args[i] for i in free]
+
+
 def cast_all(values: Sequence[PyTree], dtypes: Dtypes) -> list[PyTree]:
     """Casts each value to its dtype; `None` leaves it alone."""
     return [

@@ -237,12 +237,7 @@ def every_use(
     once: bool = False,
 ) -> bool:
     """Returns whether a value is used, is not returned, and each of its uses passes."""
-    uses = [
-        (eqn, position)
-        for eqn in jaxpr.eqns
-        for position, atom in enumerate(eqn.invars)
-        if atom is var
-    ]
+    uses = readers(jaxpr.eqns).get(var, [])
     for eqn, position in uses:
         around = scopes + scopes_of(eqn)
         passes = judge(eqn, position, around)
