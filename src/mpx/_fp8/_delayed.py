@@ -54,6 +54,7 @@ class Fp8State(eqx.Module):
 
         Raises a `ValueError` if the state was made for another length of the history.
         """
+        found = {}
         for key, amaxes in self.amaxes.items():
             if amaxes.shape[-2:] != (history, 3):
                 raise ValueError(
@@ -62,10 +63,9 @@ class Fp8State(eqx.Module):
                     "the recipe that they were made with, or make them anew with "
                     "`.init(*args)`."
                 )
-        return {
-            path: (lax.stop_gradient(jnp.max(history, axis=-2)), history[..., 0, :])
-            for path, history in self.amaxes.items()
-        }
+            largest = lax.stop_gradient(jnp.max(amaxes, axis=-2))
+            found[key] = largest, amaxes[..., 0, :]
+        return found
 
 
 def check_keys(
