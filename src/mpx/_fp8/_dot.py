@@ -212,7 +212,6 @@ def _backward(
         # A wider sum over devices is rounded after it.
         out = lax.transpose(out, [int(i) for i in np.argsort(axes)])
         grads.append(out.astype(spec.dtype))
-    dseen = None if seen is None else jnp.zeros_like(seen)
     dprobe = None
     if observed is not None:
         probe, *found = observed
@@ -221,7 +220,7 @@ def _backward(
         if shared := varying_axes(jax.typeof(dprobe)) - varying_axes(jax.typeof(probe)):
             dprobe = lax.pmax(dprobe, tuple(sorted(shared)))
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
-    return (dlhs, drhs), None, dseen, dprobe
+    return (dlhs, drhs), None, None, dprobe
 
 
 _dot.defvjp(_forward, _backward)

@@ -168,9 +168,7 @@ class Fp8Autocast(Autocast):
         if _may_enter(eqn):
             if name != "cond":
                 self._starts[id(eqn)] = dict(self.counts), len(self.matmuls)
-            # A report looks for more than what is changed.
-            wanted = ("dot_general",) if self.decisions is None else MULTIPLIES
-            if choice.how == "original" and holds(eqn, wanted):
+            if choice.how == "original" and holds(eqn, MULTIPLIES):
                 return HANDLERS[name](self, op)  # whose equations are decided in turn
         else:
             self._record(op)

@@ -41,16 +41,12 @@ custom_linear_solve linear_solve | solves
 """
 
 
-def _rows() -> dict[str, frozenset[str]]:
-    pairs = (line.split(" | ") for line in _TABLE.strip().splitlines())
-    return {
-        name: frozenset(answers.split())
-        for found, answers in pairs
-        for name in found.split()
-    }
-
-
-ANSWERS = _rows()
+ANSWERS = {
+    name: frozenset(answers.split())
+    for line in _TABLE.strip().splitlines()
+    for found, answers in [line.split(" | ")]
+    for name in found.split()
+}
 """By primitive: the answers that hold of it."""
 
 
