@@ -130,6 +130,7 @@ def run_each(
     """Maps an operation by running it once for each element, along the first axis."""
     mapped = [i for i, d in enumerate(dims) if d is not None]
     call, _ = function_of(functools.partial(primitive.bind, **params), operands, mapped)
-    moved = [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped]
+    pairs = zip(operands, dims, strict=True)
+    moved = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
     outs = lax.map(lambda slices: call(*slices), moved)
     return outs, jax.tree.map(lambda _: 0, outs)

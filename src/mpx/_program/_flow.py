@@ -211,7 +211,7 @@ class Flow:
             outs = [functools.reduce(self.join, x) for x in zip(*found, strict=True)]
         if is_loop:  # It may not run at all.
             before = inside[loop_carry(eqn)[0]]
-            outs[: len(before)] = map(self.join, before, outs)
+            outs = [*map(self.join, before, outs), *outs[len(before) :]]
         return outs
 
     def inside_loop(self, eqn: Equation, ins: list[Label]) -> list[Label]:
