@@ -805,7 +805,7 @@ BREAKS = [
     Break(
         "scales of rows stay behind when a gathered weight is transposed",
         "_fp8",
-        "_transpose(x.scale, leading) if x.scale.ndim else x.scale",
+        "lax.transpose(x.scale, order) if x.scale.ndim else x.scale",
         "x.scale",
         "fp8_int8",
         "gathered",
@@ -821,8 +821,8 @@ BREAKS = [
     Break(
         "an overflow becomes an integer",
         "_fp8",
-        "return jnp.maximum(amax * np.float32(1 / _INT8_MAX), _TINY)",
-        "return jnp.nan_to_num(jnp.maximum(amax / 127, _TINY))",
+        "return jnp.maximum(amax * np.float32(1 / _INT8_MAX), TINY)",
+        "return jnp.nan_to_num(jnp.maximum(amax / 127, TINY))",
         "fp8_int8",
         "inf_and_nan",
     ),

@@ -272,6 +272,7 @@ def test_ragged_matmul_is_grouped_under(way):
 
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.filterwarnings("ignore:`fp8` changed nothing")
 @pytest.mark.parametrize("experts", ["replicated", "sharded"])
 @pytest.mark.parametrize("wrap", [mpx.amp, functools.partial(mpx.fp8, min_gain=0)])
 def test_eight_devices_have_the_rows_and_groups_of_their_own(experts, wrap):
@@ -411,6 +412,7 @@ def test_fp8_leaves_a_ragged_matmul(recipe):
 
 @needs_mosaic
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.filterwarnings("ignore:`fp8` changed nothing")
 def test_fp8_leaves_experts_to_the_grouped_kernel():
     p, x, grad = draw(4, dtype=BF16)
     func = mpx.fp8(ragged, min_gain=0)

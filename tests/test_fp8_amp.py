@@ -155,8 +155,8 @@ def linen(params, x):
     return jnp.mean((NET.apply(params, x) - x) ** 2)
 
 
-def module(model, x):
-    return jnp.mean((jax.vmap(model)(x) - x) ** 2)
+def module(params, x):
+    return jnp.mean((jax.vmap(params)(x) - x) ** 2)
 
 
 FUNCTIONS = {

@@ -260,6 +260,26 @@ def test_transposed_codes_on_eight_devices_are_those_on_one(kind, spec):
         np.testing.assert_array_equal(as_f32(jax.device_get(a)), as_f32(b))
 
 
+@pytest.mark.usefixtures("transposing")
+def test_gathered_weight_may_have_its_batch_axis_between_the_others():
+    w, x = normal(0, 32, 2, 48, dtype=BF16), normal(1, 2, 64, 32, dtype=BF16)
+    w, x = jnp.round(2 * w), jnp.round(2 * x)
+
+    def loss(w, x):
+        axes = (((2,), (0,)), ((0,), (1,)))
+        return jnp.sum(lax.dot_general(x, w, axes).astype(jnp.float32))
+
+    step = jax.jit(jax.grad(fp8(loss, min_gain=0, params=0), argnums=(0, 1)))
+    want = step(w, x)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    last, rows = (
+        NamedSharding(mesh, PartitionSpec(*x)) for x in ((None, None, "x"), (None, "x"))
+    )
+    got = step(jax.device_put(w, last), jax.device_put(x, rows))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(as_f32(jax.device_get(a)), as_f32(b))
+
+
 # By name: the kind of the mesh's axis, how weights are sharded, and whether both orders of
 # their codes are made.
 BOTH_ORDERS = {

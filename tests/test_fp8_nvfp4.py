@@ -25,8 +25,9 @@ from fp8_cases import (
 )
 from models import normal
 from mpx import fp8
-from mpx._fp8 import _blocks
-from mpx._fp8._blocks import from_blocks, rotated, to_blocks
+from mpx._fp8 import _dot
+from mpx._fp8._dot import from_blocks, rotated, to_blocks
+from mpx._fp8._operands import Operand
 from mpx._fp8._rounding import mpx_round, noise_of, to_e4m3
 from mpx.recipes import NVFP4
 from mpx.testing import assert_trees_equal
@@ -100,7 +101,7 @@ def turn(recipe, x):
     """What the product for the weight's gradient sums over, last."""
     if not recipe.hadamard:
         return x.T
-    signs = np.diag(_blocks._SIGNS)
+    signs = np.diag(_dot._SIGNS)
     return (x.T.reshape(-1, 16) @ signs @ hadamard(16) / 4).reshape(x.T.shape)
 
 
@@ -177,7 +178,7 @@ def test_scales_are_e4m3_numbers(up):
 def test_numbers_of_a_block_are_exact(dtype):
     codes = jnp.asarray(np.tile(E2M1_NUMBERS, 2), jnp.float32).astype(E2M1)
     scale = jnp.asarray(E4M3, jnp.float32).astype(jnp.float8_e4m3fn)
-    blocks = _blocks.Blocks(jnp.tile(codes, (127, 1)), scale[:, None])
+    blocks = Operand(jnp.tile(codes, (127, 1)), scale[:, None], (1,))
     found = from_blocks(blocks, np.dtype(dtype))
     assert found.dtype == dtype
     assert np.array_equal(as_f64(found), E4M3[:, None] * np.tile(E2M1_NUMBERS, 2))
@@ -394,7 +395,7 @@ def test_blackwell_multiplies_blocks_itself(monkeypatch):
     x, w = coarse(0, 32, 48), coarse(1, 48, 64)
     layer = lambda w, x: x @ w  # noqa: E731
     want = jax.jit(everywhere(layer, FULL))(w, x)
-    monkeypatch.setattr(_blocks, "is_native", lambda: True)
+    monkeypatch.setattr(_dot, "is_native", lambda: True)
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     got = jax.jit(everywhere(layer, "nvfp4"))(w, x)
     assert calls == [(E2M1, jnp.float8_e4m3fn, (1, 32, 48), (1, 32, 3))]

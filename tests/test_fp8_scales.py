@@ -14,8 +14,7 @@ from jax import lax
 
 from models import normal
 from mpx._fp8 import _operands
-from mpx._fp8._blocks import from_blocks, to_blocks
-from mpx._fp8._dot import fp8_dot
+from mpx._fp8._dot import fp8_dot, from_blocks, to_blocks
 from mpx._fp8._operands import (
     MatmulSpec,
     cast_scaled,

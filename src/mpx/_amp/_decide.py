@@ -311,11 +311,11 @@ def _reason_by_size(eqn: Equation, facts: Sequence[Source]) -> str | None:
     """
     if facts and all([x.is_count for x in facts[:2]]):
         return "a product of masks counts, and 16 bits round numbers above 256"
-    summed, free = matmul_sizes(eqn)
+    rows, summed, columns, _ = matmul_sizes(eqn)
     # A size that is a symbol counts as large.
     if isinstance(summed, int) and summed <= _FEW:
         return "a sum of at most 4 products gains nothing in 16 bits"
-    has_vector = any([isinstance(size, int) and size <= 1 for size in free])
+    has_vector = any([isinstance(size, int) and size <= 1 for size in (rows, columns)])
     if eqn.primitive.name != "dot_general" or not has_vector:
         return None
     sources = facts[:2]

@@ -60,45 +60,34 @@ def fp8_check(compiled: Any) -> Fp8Check:
             "`jax.jit(func).lower(*args).compile()`."
         )
     calls, other = 0, collections.Counter[str]()
+    types = dict(reversed(_RESULT.findall(text)))
     for line in text.splitlines():
-        found, grouped = _CUBLAS.search(line), _GROUPED.search(line)
-        kind = found.group(1) if found else ""
-        dtype = grouped.group(1) if grouped else ""
-        is_fp8 = kind.startswith("lt$matmul$f8") or dtype.startswith("f8")
-        if is_fp8 or _BLOCK_SCALED.search(line):
+        cublas, grouped, operand = (
+            x.search(line) for x in (_CUBLAS, _GROUPED, _OPERAND)
+        )
+        dtype = operand and (operand[1] or types.get(operand[2].removeprefix("%")))
+        if _FP8.search(line):
             calls += 1
-        elif dtype:
-            other[f"grouped {dtype}"] += 1
-        elif found is not None:
-            other[f"cublas {_first_operand(line, text)}"] += 1
-        elif _ONE_DNN.search(line) or _DOT.search(line):
-            other[f"dot {_first_operand(line, text)}"] += 1
+        elif grouped:
+            other[f"grouped {grouped[1]}"] += 1
+        elif cublas or _DOT.search(line):
+            other[f"{'cublas' if cublas else 'dot'} {dtype or 'unknown'}"] += 1
     integers = sum(other.pop(f"{kind} s8", 0) for kind in ("cublas", "dot"))
     # Other parts of a program may hold int8 numbers, such as an optimizer's state.
     found = re.search(r"\bf(8e4m3fn|8e5m2|4e2m1fn)\[", text) is not None or integers > 0
     return Fp8Check(calls, dict(sorted(other.items())), found, integers)
 
 
-# What `jax.nn.scaled_matmul` lowers to, and what XLA makes of it.
-_BLOCK_SCALED = re.compile(r'target="__(op\$block_scaled_dot|cudnn\$blockScaledDot)"')
-_CUBLAS = re.compile(r'custom_call_target="__cublas\$([\w$]+)"')
+# Also of blocks: what `jax.nn.scaled_matmul` lowers to, and what XLA makes of it.
+_FP8 = re.compile(
+    r'target="__(cublas\$lt\$matmul\$f8|op\$block_scaled_dot"|cudnn\$blockScaledDot")'
+)
+_CUBLAS = re.compile(r'custom_call_target="__cublas\$')
 # A kernel of `mpx._ops._experts`: its first operands are integers.
 _GROUPED = re.compile(
     r'custom_call_target="mosaic_gpu\w*", operand_layout_constraints=\{'
     r"(?:s32\[[^ ]* )+(b?f\w+)\[.*mpx_grouped_matmul"
 )
-_ONE_DNN = re.compile(r'custom_call_target="__onednn\$matmul"')
-_DOT = re.compile(r"= \S+ dot\(")
+_DOT = re.compile(r'custom_call_target="__onednn\$matmul"|= \S+ dot\(')
 _OPERAND = re.compile(r"(?:dot|custom-call)\(\s*(?:(\w+)\[[^ ]* )?(%?[\w.\-]+)")
-
-
-def _first_operand(line: str, text: str) -> str:
-    """Returns the dtype of the first operand of an instruction."""
-    found = _OPERAND.search(line)
-    if found is None:
-        return "unknown"
-    if found.group(1):
-        return found.group(1)
-    name = re.escape(found.group(2).removeprefix("%"))
-    made = re.search(rf"%?{name}(?: =|:) \(?(\w+)\[", text)
-    return made.group(1) if made else "unknown"
+_RESULT = re.compile(r"%?([\w.\-]+)(?: =|:) \(?(\w+)\[")

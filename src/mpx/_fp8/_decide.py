@@ -1,11 +1,10 @@
 """Which matmuls run in a narrow format, and why others do not."""
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax import lax
 
 from mpx._amp._facts import MOVES, Settings, Source, is_lookup
@@ -15,16 +14,16 @@ from mpx._casting._select import Selector, matches, search, shown
 from mpx._fp8._recipes import Int8, Recipe
 from mpx._jax._compat import asked_precisions
 from mpx._jax._devices import H200
-from mpx._jax._formats import short_name
 from mpx._ops._experts._ragged import RAGGED
 from mpx._program._flow import pull, pull_inside
+from mpx._program._interpreter import Op, Traced
 from mpx._program._queries import (
     ATTENTION,
     CROSS_ENTROPY,
     GROUPED,
     MATMULS,
     Equation,
-    flops,
+    holds,
     matmul_sizes,
     names,
 )
@@ -69,27 +68,6 @@ class Selection:
     min_gain: float
 
 
-def sizes(eqn: Equation) -> tuple[tuple[int, int, int], int]:
-    """Returns (rows, summed length, columns) of what multiplies, and how many of these."""
-    first, second = (var.aval.shape for var in eqn.invars[:2])
-    name, count = eqn.primitive.name, 1
-    if name in ATTENTION:
-        # A product with the keys and one with the values; more of them in derivatives.
-        summed, columns = first[-1], second[1]
-        count = ATTENTION[name] * first[0] * first[2]
-    elif name in CROSS_ENTROPY:
-        summed, columns = first[-1], second[eqn.params["head"].vocab_axis]
-    else:
-        summed, (rows, columns) = matmul_sizes(eqn)
-        if name == "dot_general":
-            batch = eqn.params["dimension_numbers"][1][0]
-            return (rows, summed, columns), math.prod(first[axis] for axis in batch)
-        if name != "conv_general_dilated":
-            # Each row of the first operand of a ragged matmul belongs to one group.
-            columns = eqn.outvars[0].aval.shape[-1]
-    return (flops(eqn) // max(2 * summed * columns * count, 1), summed, columns), count
-
-
 def predicted_gain(
     m: int, k: int, n: int, *, count: int = 1, recipe: Recipe | None = None
 ) -> float:
@@ -107,32 +85,65 @@ def predicted_gain(
     return (work / _BF16) / (low + rest)
 
 
-def reason_to_keep(
-    eqn: Equation,
-    dtypes: Sequence[np.dtype],
-    are_params: Sequence[bool],
-    matmul: Matmul,
-    *,
-    names: Collection[str],
-    purpose: str,
-    kept: str,
+def reasons_to_keep(  # noqa: C901, PLR0912 (a list of reasons)
     chosen: Selection,
-) -> str:
-    """Returns why a product stays as it is written; "" if it becomes fp8.
+    op: Op,
+    matmul: Matmul,
+    dtypes: Sequence[str],
+    *,
+    purposes: Collection[str],
+    kept: str,
+) -> Iterator[str]:
+    """Yields why a product stays as it is written; nothing if it becomes fp8.
 
-    `dtypes` are those of both operands and of the result, `are_params` tells which operands
-    are parameters, and `names` of which the weight is made; `purpose` is what they are for,
-    if that speaks against 8 bits, and `kept` why `amp` keeps it as it is written.
+    `dtypes` are those of both operands and of the result, `purposes` what the parameter is
+    for, and `kept` is why `amp` keeps the product as it is written.
     """
+    eqn, recipe, shape = op.eqn, chosen.recipe, matmul.shape
     if eqn.primitive.name != "dot_general":
-        return reason_by_kind(eqn.primitive.name, chosen)
-    return (
-        _by_operands(eqn, are_params, chosen)
-        or _by_scope(matmul)
-        or _by_dtype(eqn, dtypes, kept)
-        or _by_rule(matmul, names, purpose, chosen)
-        or _by_size(eqn, matmul, chosen)
-    )
+        yield reason_by_kind(eqn.primitive.name, chosen)
+    weights = [fact for fact in op.facts[:2] if fact.is_weight]
+    if len(weights) != 1:
+        yield "both operands are parameters" if weights else "no operand is a parameter"
+    if recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
+        name = type(recipe).__name__
+        yield f"it has batch dimensions, for which there are no {name} blocks"
+    for scope in matmul.scope.split("/"):
+        if scope == STOP_SCOPE:
+            yield "scope amp_stop"
+        if scope.startswith(KEPT_SCOPE):
+            yield f"keep {scope.removeprefix(KEPT_SCOPE)}"
+    for item in asked_precisions(eqn):
+        if item != lax.Precision.DEFAULT:
+            yield f"{item} was asked for"
+    for name in dtypes[:2]:
+        if name not in ("bf16", "f16"):
+            yield f"an operand is {name}" + f" ({kept})" * bool(kept)
+    if len({*dtypes}) > 1:
+        yield f"its result was asked for in {dtypes[2]}"
+    selects = functools.partial(_selects, matmul, weights[0].names)
+    yield from (f"keep {shown(x)}" for x in chosen.keep if selects(x))
+    against = [x for x in (TABLE, HEAD, ROUTER) if x in purposes]
+    if against and not any(map(selects, chosen.include)):
+        yield against[0]
+    for size in shape:
+        rest = size % recipe.multiple
+        if not isinstance(rest, int):
+            yield f"{size} is a symbol, and not always a multiple of {recipe.multiple}"
+        elif rest or (isinstance(size, int) and size == 0):
+            yield f"{size} is not a multiple of {recipe.multiple}"
+    # The products of the backward pass sum over rows and columns.
+    summed = slice(None) if recipe.form("grad", backward=True) else slice(1, 2)
+    for size in shape[summed] if recipe.longest else ():
+        if not isinstance(size, int) or size > recipe.longest:
+            yield f"a sum of {size} products may exceed s32 (at most {recipe.longest})"
+    if recipe.is_dithered("grad") and not all(isinstance(x, int) for x in shape):
+        yield "gradients are rounded stochastically, and a size is a symbol"
+    # A size that is a symbol counts as large.
+    m, k, n, count = (x if isinstance(x, int) else _LARGE for x in matmul_sizes(eqn))
+    gain = predicted_gain(m, k, n, count=count, recipe=recipe)
+    if gain < chosen.min_gain:
+        yield f"too small to gain (predicted {gain:.2f}×)"
 
 
 def reason_by_kind(primitive: str, chosen: Selection) -> str:
@@ -148,85 +159,12 @@ _KINDS = {
 }
 
 
-def _by_operands(eqn: Equation, weights: Sequence[bool], chosen: Selection) -> str:
-    if len({*weights}) == 1:
-        both = "both operands are parameters"
-        return both if weights[0] else "no operand is a parameter"
-    if chosen.recipe.in_blocks and eqn.params["dimension_numbers"][1][0]:
-        kind = type(chosen.recipe).__name__
-        return f"it has batch dimensions, for which there are no {kind} blocks"
-    return ""
-
-
-def _by_scope(matmul: Matmul) -> str:
-    for scope in matmul.scope.split("/"):
-        if scope == STOP_SCOPE:
-            return "scope amp_stop"
-        if scope.startswith(KEPT_SCOPE):
-            return f"keep {scope.removeprefix(KEPT_SCOPE)}"
-    return ""
-
-
-def _by_dtype(eqn: Equation, dtypes: Sequence[np.dtype], kept: str) -> str:
-    for item in asked_precisions(eqn):
-        if item != lax.Precision.DEFAULT:
-            return f"{item} was asked for"
-    wide = [x for x in map(short_name, dtypes[:2]) if x not in ("bf16", "f16")]
-    if wide:
-        return f"an operand is {wide[0]}" + f" ({kept})" * bool(kept)
-    if len({*dtypes}) > 1:
-        return f"its result was asked for in {short_name(dtypes[2])}"
-    return ""
-
-
-def _by_rule(
-    matmul: Matmul, names: Collection[str], purpose: str, chosen: Selection
-) -> str:
-    for selector in chosen.keep:
-        if _selects(selector, matmul, names):
-            return f"keep {shown(selector)}"
-    if any(_selects(selector, matmul, names) for selector in chosen.include):
-        return ""
-    return purpose
-
-
-def _selects(selector: Selector, matmul: Matmul, names: Collection[str]) -> bool:
-    if not isinstance(selector, str | type):
-        return bool(selector(matmul))
-    if any(matches(selector, name, None) for name in names if name):
+def _selects(matmul: Matmul, names: Collection[str], selector: Selector) -> bool:
+    if isinstance(selector, str) and matmul.scope and search(selector, matmul.scope):
         return True
-    scope = matmul.scope
-    return isinstance(selector, str) and bool(scope) and search(selector, scope)
-
-
-def _by_size(eqn: Equation, matmul: Matmul, chosen: Selection) -> str:
-    recipe, multiple = chosen.recipe, chosen.recipe.multiple
-    for size in matmul.shape:
-        rest = size % multiple
-        if not isinstance(rest, int):
-            return f"{size} is a symbol, and not always a multiple of {multiple}"
-        if rest or (isinstance(size, int) and size == 0):
-            return f"{size} is not a multiple of {multiple}"
-    if recipe.longest:
-        # The products of the backward pass sum over rows and columns.
-        summed = (
-            matmul.shape if recipe.form("grad", backward=True) else matmul.shape[1:2]
-        )
-        for size in summed:
-            if not isinstance(size, int) or size > recipe.longest:
-                most = f"at most {recipe.longest}"
-                return f"a sum of {size} products may exceed s32 ({most})"
-    if recipe.is_dithered("grad") and not all(isinstance(x, int) for x in matmul.shape):
-        return "gradients are rounded stochastically, and a size is a symbol"
-    # A size that is a symbol counts as large.
-    known = [
-        x if isinstance(x, int) else _LARGE for x in (*matmul.shape, sizes(eqn)[1])
-    ]
-    m, k, n, count = known
-    gain = predicted_gain(m, k, n, count=count, recipe=recipe)
-    if gain < chosen.min_gain:
-        return f"too small to gain (predicted {gain:.2f}×)"
-    return ""
+    if isinstance(selector, str | type):
+        return any(matches(selector, name, None) for name in names if name)
+    return bool(selector(matmul))
 
 
 TABLE = "its parameter is an embedding table"
@@ -241,36 +179,23 @@ _PRODUCTS = frozenset((*MATMULS, *ATTENTION, GROUPED))
 Uses = frozenset[str]
 
 
-class Tables(Facts):
-    """Finds the parameters that are read by indices: embedding tables."""
+def tables_of(amp: Settings, traced: Traced) -> frozenset[str]:
+    """Returns the parameters that are read by indices: embedding tables."""
+    found = set[str]()
 
-    found: set[str]
+    class Tables(Facts):
+        def results(self, eqn: Equation, ins: list[Source]) -> Sequence[Source]:
+            if ins and is_lookup(eqn, ins) and ins[0].is_param:
+                found.update(ins[0].names)
+            return super().results(eqn, ins)
 
-    def __init__(self, amp: Settings) -> None:
-        """Prepares for a call of `run`, which adds the names of tables to `found`."""
-        super().__init__(amp)
-        object.__setattr__(self, "found", set())
-
-    def results(self, eqn: Equation, ins: list[Source]) -> Sequence[Source]:
-        if ins and is_lookup(eqn, ins) and ins[0].is_param:
-            self.found.update(ins[0].names)
-        return super().results(eqn, ins)
-
-
-def uses_of(jaxpr: Any, results: Sequence[Uses | None]) -> dict[Any, Uses]:
-    """Returns what reads the values of a jaxpr, given what reads its results.
-
-    A head, and a router of experts, is a matmul whose result goes into a softmax, or is
-    sorted, with only element-wise operations between: an error there changes which class or
-    which expert comes first, or all probabilities at once. Names play no part in it.
-    """
-    return pull(jaxpr, results, _uses_of_operands, frozenset.union)
-
-
-def uses_inside(eqn: Equation, found: Mapping[Any, Uses]) -> tuple[Uses | None, ...]:
-    """Returns what reads the results of a body, given what reads those of its equation."""
-    uses = [found.get(var) for var in eqn.outvars]
-    return tuple(pull_inside(eqn, uses, _uses_of_operands, frozenset.union))
+    if holds(traced.jaxpr, ("gather",)):
+        named = zip(traced.named, traced.arrays, strict=True)
+        facts = [*map(amp.constant_fact, traced.consts)]
+        facts += [amp.argument_fact(*name, leaf) for name, leaf in named]
+        variables = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
+        Tables(amp).run(traced.jaxpr, dict(zip(variables, facts, strict=True)))
+    return frozenset(found)
 
 
 def _uses_of_operands(eqn: Equation, outs: list[Uses | None]) -> list[Uses | None]:
@@ -285,3 +210,15 @@ def _uses_of_operands(eqn: Equation, outs: list[Uses | None]) -> list[Uses | Non
         uses -= {_SUMMED}
     uses |= {ROUTER} if name in _SELECTS else set()
     return [uses or None] * len(eqn.invars)
+
+
+_following: Any = {"rule": _uses_of_operands, "join": frozenset.union}
+uses_of = functools.partial(pull, **_following)
+"""Returns what reads the values of a jaxpr, given what reads its results.
+
+A head, and a router of experts, is a matmul whose result goes into a softmax, or is sorted,
+with only element-wise operations between: an error there changes which class or which expert
+comes first, or all probabilities at once. Names play no part in it.
+"""
+uses_inside = functools.partial(pull_inside, **_following)
+"""Returns what reads the results of a body, given what reads those of its equation."""

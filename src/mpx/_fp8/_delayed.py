@@ -49,23 +49,23 @@ class Fp8State(eqx.Module):
         """
         return jax.tree.map(lambda history: history.at[..., 2].multiply(factor), self)
 
-    def largest(self) -> dict[str, tuple[Array, Array]]:
-        """Returns the maxima over the history, and the probes that observe new ones."""
-        return {
-            path: (lax.stop_gradient(jnp.max(history, axis=-2)), history[..., 0, :])
-            for path, history in self.amaxes.items()
-        }
+    def largest(self, history: int) -> dict[str, tuple[Array, Array]]:
+        """Returns the maxima over the history, and the probes that observe new ones.
 
-
-def check_history(state: Fp8State, history: int) -> None:
-    """Raises a `ValueError` if a state was made for another length of the history."""
-    for key, amaxes in state.amaxes.items():
-        if amaxes.shape[-2:] != (history, 3):
-            raise ValueError(
-                f"`{key}` of the scales has the shape {amaxes.shape}, but "
-                f"`DelayedScaling(history={history})` keeps (..., {history}, 3). Use the "
-                "recipe that they were made with, or make them anew with `.init(*args)`."
-            )
+        Raises a `ValueError` if the state was made for another length of the history.
+        """
+        found = {}
+        for key, amaxes in self.amaxes.items():
+            if amaxes.shape[-2:] != (history, 3):
+                raise ValueError(
+                    f"`{key}` of the scales has the shape {amaxes.shape}, but "
+                    f"`DelayedScaling(history={history})` keeps (..., {history}, 3). Use "
+                    "the recipe that they were made with, or make them anew with "
+                    "`.init(*args)`."
+                )
+            largest = lax.stop_gradient(jnp.max(amaxes, axis=-2))
+            found[key] = largest, amaxes[..., 0, :]
+        return found
 
 
 def check_keys(

@@ -1,4 +1,4 @@
-"""The 8-bit matmul and its derivative, with scales for tensors or rows.
+"""The 8-bit matmul and its derivative, with scales for tensors, rows or blocks.
 
 With `codes · scale ≈ tensor`, the three products of a linear layer are
 
@@ -10,9 +10,15 @@ where the codes x̂ and ŵ are all that the forward pass saves. They are made ou
 what is differentiated, so that matmuls of one input share them. The products are written as
 `lax.dot_general` on 8-bit operands. Quantising and dequantising around a bf16 product
 would be deleted by XLA on a GPU, which then silently computes in bf16.
+
+Matrices of MXFP8 and NVFP4 have blocks along the axis that is summed over, with
+`codes · scale · whole ≈ matrix`. So the products of the backward pass are those of other
+blocks than the forward one's, but for weights of NVFP4: their blocks are square.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
-from mpx._fp8._blocks import block_operands, block_product
 from mpx._fp8._operands import (
     Axes,
     MatmulSpec,
@@ -30,17 +35,21 @@ from mpx._fp8._operands import (
     Shared,
     as_bytes,
     as_codes,
+    cast_scaled,
     differentiable_once,
+    inverse,
     largest_magnitude,
+    power_of_two_scale,
     summed_last,
     to_fp8,
 )
+from mpx._fp8._recipes import MXFP8, NVFP4, Recipe
+from mpx._fp8._rounding import TINY, mpx_round, noise_of, to_e4m3
 from mpx._jax._compat import varying_axes
-from mpx._jax._devices import in_order
+from mpx._jax._devices import gpu_capability, in_order
+from mpx._jax._formats import FORMATS
 from mpx._jax._sharding import axes_of, in_auto_axes, spec_of
 
-Operands = list[tuple[Operand, Operand]]
-"""Both operands in 8 bits: for the product, and for the backward pass."""
 _FAST = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _FULL = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
@@ -53,7 +62,7 @@ def _multiply(
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Returns the product of two operands in `dtype`."""
-    if a.free is not None:
+    if a.rows is not None:
         return block_product(a, b, dtype)
     a, b = summed_last(a, b), summed_last(b, a)
     # An f16 result could overflow before it is scaled; bf16 cannot, and spares a pass.
@@ -146,27 +155,21 @@ def fp8_dot(
 )
 def _quantize(
     spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes], **options: Any
-) -> tuple[Operand, Operand]:
+) -> tuple[Operand, ...]:
     if spec.recipe.in_blocks:
         return block_operands(spec, role, x, groups)
     return to_fp8(spec, role, x, groups, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(
-    spec: MatmulSpec,
-    sides: tuple[Array, Array],
-    operands: Operands,
-    seen: Array | None,
-    probe: Array | None,
-) -> Array:
-    return _forward(spec, sides, operands, seen, probe)[0]
+def _dot(spec: MatmulSpec, *args: Any) -> Array:
+    return _forward(spec, *args)[0]
 
 
 def _forward(
     spec: MatmulSpec,
     sides: tuple[Array, Array],
-    operands: Operands,
+    operands: list[tuple[Operand, ...]],
     seen: Array | None,
     probe: Array | None,
 ) -> tuple[Array, tuple[Any, ...]]:
@@ -195,7 +198,9 @@ def _backward(
     quantized = _quantize(spec, "grad", grad, groups, batch=batch, seen=seen)
     grads = []
     for side, other in enumerate((rhs, lhs)):
-        rank = (lhs, rhs)[side].rank
+        # What an operand sums over here was left over in the forward pass.
+        free, contracted = (lhs, rhs)[side].summed, spec.dimensions[0][side]
+        rank = len(batch) + len(free) + len(contracted)
         grad_first, axes = _axes_of_gradient(spec, side, rank)
         factors = (quantized[side], other) if grad_first else (other, quantized[side])
         sharding = spec.shardings[side]
@@ -207,7 +212,6 @@ def _backward(
         # A wider sum over devices is rounded after it.
         out = lax.transpose(out, [int(i) for i in np.argsort(axes)])
         grads.append(out.astype(spec.dtype))
-    dseen = None if seen is None else jnp.zeros_like(seen)
     dprobe = None
     if observed is not None:
         probe, *found = observed
@@ -216,7 +220,7 @@ def _backward(
         if shared := varying_axes(jax.typeof(dprobe)) - varying_axes(jax.typeof(probe)):
             dprobe = lax.pmax(dprobe, tuple(sorted(shared)))
     (dlhs, drhs), dprobe = differentiable_once((grads, dprobe))
-    return (dlhs, drhs), None, dseen, dprobe
+    return (dlhs, drhs), None, None, dprobe
 
 
 _dot.defvjp(_forward, _backward)
@@ -239,3 +243,137 @@ def _axes_of_gradient(spec: MatmulSpec, side: int, rank: int) -> tuple[bool, Axe
     if last == tuple(range(rank)) != first:
         return False, last
     return True, first
+
+
+# --- Blocks ---------------------------------------------------------------------------
+
+
+def is_native() -> bool:
+    """Returns whether the default device multiplies blocks: Blackwell or later."""
+    found = gpu_capability()
+    return isinstance(found, tuple) and found >= (10, 0)
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Raises a `NotImplementedError` where blocks would be slower than bf16."""
+    if isinstance(recipe, MXFP8 | NVFP4) and not recipe.emulate and not is_native():
+        name = type(recipe).__name__
+        raise NotImplementedError(
+            f"{name} needs the block-scaling units of a Blackwell GPU (compute capability "
+            "10 or later), and the default device has none: it would be slower than "
+            f"bf16. Use `CurrentScaling()`, or `{name}(emulate=True)` to study its "
+            "numbers."
+        )
+
+
+def block_operands(
+    spec: MatmulSpec, role: str, x: Array, groups: tuple[Axes, Axes]
+) -> tuple[Operand, ...]:
+    """Quantises a tensor, as a matrix, for two products: see `to_fp8`."""
+    made: tuple[Operand, ...] = ()
+    for i, summed in enumerate(groups):
+        free = [axis for axis in range(x.ndim) if axis not in summed]
+        rows = tuple(x.shape[axis] for axis in free)
+        matrix = lax.transpose(x, (*free, *summed)).reshape(math.prod(rows), -1)
+        # Both operands of the product for the weight's gradient sum over rows.
+        is_of_weight = (role, i) in (("activation", 1), ("grad", spec.weight_side))
+        if is_of_weight and isinstance(spec.recipe, NVFP4) and spec.recipe.hadamard:
+            matrix = rotated(matrix)
+        found = to_blocks(spec.recipe, role, matrix)
+        made += (dataclasses.replace(found, summed=summed, rows=rows),)
+    return made
+
+
+def block_product(a: Operand, b: Operand, dtype: np.dtype) -> Array:
+    """Returns the product of two operands that are quantised in blocks."""
+    if is_native():
+        operands = (x[None] for x in (a.codes, b.codes, a.scale, b.scale))
+        wanted = jnp.dtype(dtype if a.whole is None else np.float32)
+        out = jax.nn.scaled_matmul(*operands, preferred_element_type=wanted)[0]
+    else:
+        # Exact in f32: a number of a block has at most six significant bits. XLA for
+        # CPUs has no batched product of bf16 numbers with an f32 result.
+        numbers = np.dtype(np.float32) if dtype == np.float16 else dtype
+        on_cpu = functools.partial(_emulated, dtype=np.dtype(np.float32))
+        elsewhere = functools.partial(_emulated, dtype=numbers)
+        out = lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
+    for x in (a, b):
+        out = out if x.whole is None else out * x.whole
+    return out.astype(dtype).reshape(*(a.rows or ()), *(b.rows or ()))
+
+
+def _emulated(a: Operand, b: Operand, dtype: np.dtype) -> Array:
+    one, other = (from_blocks(x, dtype) for x in (a, b))
+    axes = (((1,), (1,)), ((), ()))
+    return lax.dot_general(one, other, axes, preferred_element_type=jnp.float32)
+
+
+def from_blocks(blocks: Operand, dtype: np.dtype) -> Array:
+    """Returns `codes · scale`, rounded to `dtype`.
+
+    For e2m1 that is exact in bf16, f16 and f32: such a product has six significant bits.
+    """
+    (rows, columns), count = blocks.codes.shape, blocks.scale.shape[1]
+    # The barrier: without it XLA on a GPU takes the two casts for none.
+    codes, scale = lax.optimization_barrier((blocks.codes, blocks.scale))
+    wide = codes.astype(jnp.float32).reshape(rows, count, columns // count)
+    wide = wide * scale.astype(jnp.float32)[..., None]
+    return wide.reshape(rows, columns).astype(dtype)
+
+
+def to_blocks(recipe: Recipe, role: str, x: Array) -> Operand:
+    """Quantises a matrix of activations, weights or gradients along its last axis."""
+    if isinstance(recipe, NVFP4):
+        return _to_nv(recipe, role, x)
+    # An MX block stands for `codes · 2**(e8m0 - 127)`. The scale is rounded up, so that
+    # nothing is clipped; rounded down, as the OCP text has it, training can diverge
+    # (arXiv:2506.08027).
+    form, (rows, columns) = recipe.form(role), x.shape
+    blocks = x.reshape(rows, columns // MXFP8.multiple, MXFP8.multiple)
+    scale = power_of_two_scale(largest_magnitude(blocks, (2,)), form)
+    codes = cast_scaled(blocks, inverse(scale), form).reshape(rows, columns)
+    return Operand(codes, scale[..., 0].astype(FORMATS["e8m0"].dtype), (1,))
+
+
+# --- NVFP4 ----------------------------------------------------------------------------
+# arXiv:2509.25149: e2m1 numbers, an e4m3 scale for 16 of them and an f32 scale for all. The
+# largest magnitude of the matrix becomes 6 · 448, the product of the largest numbers.
+
+_SIZE = NVFP4.multiple
+_SIGNS = (1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, 1, 1, -1, 1, -1)  # drawn once
+
+
+def _to_nv(recipe: NVFP4, role: str, x: Array) -> Operand:
+    (rows, columns), dithered = x.shape, recipe.is_dithered(role)
+    tall = _SIZE if role == "weight" and recipe.weight_blocks == "2d" else 1
+    tiles = x.astype(jnp.float32).reshape(rows // tall, tall, columns // _SIZE, _SIZE)
+    peaks = largest_magnitude(tiles, (1, 3), finite=False)
+    whole = jnp.maximum(largest_magnitude(peaks) * np.float32(1 / (6 * 448)), TINY)
+    inverse = 1 / whole
+    # The paper rounds all scales to nearest, and clips. A clipped gradient would not be
+    # right on average: where it is rounded stochastically its scale is rounded up.
+    scale = jnp.minimum(peaks * inverse * np.float32(1 / 6), 448.0)
+    scale = to_e4m3(scale, up=dithered)
+    # A block of zeros may have a scale of zero, and e2m1 has no inf and no nan.
+    scale = jnp.where(peaks < jnp.inf, scale, jnp.nan)
+    factor = jnp.where(scale == 0, 0.0, 1 / scale)
+    noise = noise_of(x).reshape(tiles.shape) if dithered else None
+    codes = mpx_round(tiles * inverse * factor, noise, "e2m1").reshape(x.shape)
+    scale = jnp.broadcast_to(scale[..., 0], (*tiles.shape[:2], columns // _SIZE))
+    scale = scale.reshape(rows, -1).astype(FORMATS["e4m3"].dtype)
+    return Operand(codes, scale, (1,), whole=whole)
+
+
+# An orthogonal matrix of ±1/4: random signs, then Hadamard's matrix.
+_HADAMARD = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
+_ROTATION = np.diag(_SIGNS) @ np.array(_HADAMARD) / 4
+
+
+def rotated(x: Array) -> Float32[Array, "rows columns"]:
+    """Rotates each 16 columns, which spreads an outlier over all of them.
+
+    The rotation of both operands of a product cancels out in its sum.
+    """
+    pieces = x.astype(jnp.float32).reshape(len(x), -1, _SIZE)
+    # Both are exact in TF32, too.
+    return (pieces @ jnp.asarray(_ROTATION, jnp.float32)).reshape(x.shape)

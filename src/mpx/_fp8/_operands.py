@@ -10,7 +10,7 @@ took 0.53 ms and this kernel 0.30 (jax 0.11.2).
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -51,30 +51,23 @@ differentiable_once = undifferentiable(
 
 @dataclasses.dataclass(frozen=True)
 class MatmulSpec:
-    """Everything about one matmul that is known when it is traced.
+    """What is known of one matmul when it is traced."""
 
-    Attributes:
-        dimensions: The dimension numbers of the `dot_general`.
-        dtype: The dtype of operands and result.
-        weight_side: Which operand is the parameter: 0 or 1.
-        recipe: Formats and scales.
-        out_sharding: The sharding that was asked for, on meshes with explicit axes.
-        weight_grad: The dtype in which the gradient of the parameter leaves its matmul, and
-            so that of its sum over devices; `None` for `dtype`.
-        shardings: Those of the operands, on meshes with explicit axes.
-        transposes: Whether tensors are quantised in both orders of their axes at once.
-        place: Its parameter and its source lines, for inspections: what is traced once for
-            equal specs has the lines of the first.
-    """
-
-    dimensions: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
-    dtype: np.dtype
-    weight_side: int
+    dimensions: tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # of the `dot_general`
+    dtype: np.dtype  # of operands and result
+    weight_side: int  # Which operand is the parameter: 0 or 1
     recipe: Recipe
+    # On meshes with explicit axes, what was asked for
     out_sharding: NamedSharding | None = None
+    # The dtype in which the gradient of the parameter leaves its matmul, and so that of its
+    # sum over devices; `None` for `dtype`
     weight_grad: np.dtype | None = None
+    # On meshes with explicit axes, those of the operands
     shardings: tuple[NamedSharding | None, ...] = (None, None)
+    # Whether tensors are quantised in both orders of their axes at once
     transposes: bool = dataclasses.field(default_factory=lambda: transposing_pays())
+    # Its parameter and its source lines, for inspections: what is traced once for equal
+    # specs has the lines of the first
     place: tuple[object, ...] = ()
 
     def role(self, side: int) -> str:
@@ -88,30 +81,19 @@ class MatmulSpec:
 
 
 class Operand(eqx.Module):
-    """An operand of a product, `original ≈ codes · scale`.
+    """An operand of a product, `original ≈ codes · scale · whole`."""
 
-    Attributes:
-        codes: 8-bit numbers, or those of the compute dtype with a scale of 1.
-        scale: f32, a scalar, or one for each row with length-1 axes; of blocks, see `Blocks`.
-        summed: The axes of the codes over which the product sums.
-        batch: Their batch axes.
-        gathered: Whether XLA may have to gather the codes, which are transposed after that.
-        whole: Of blocks, the f32 scale of the matrix.
-        free: Of blocks, which are in a matrix, the shape of the axes that are left.
-    """
-
-    codes: Array
+    codes: Array  # 8-bit or 4-bit numbers, or those of the compute dtype, unscaled
+    # f32, a scalar or one for each row with length-1 axes; e8m0 or e4m3 for each block
     scale: Array
-    summed: Axes = eqx.field(static=True)
-    batch: Axes = eqx.field(static=True)
+    summed: Axes = eqx.field(static=True)  # The axes over which the product sums
+    batch: Axes = eqx.field(static=True, default=())  # Its batch axes
+    # Whether XLA may have to gather the codes, which are transposed after that
     gathered: bool = eqx.field(static=True, default=False)
+    # Of a matrix (rows, columns) in blocks of its columns: the f32 scale of all, and the
+    # shape of the axes that are its rows
     whole: Array | None = None
-    free: tuple[int, ...] | None = eqx.field(static=True, default=None)
-
-    @property
-    def rank(self) -> int:
-        """How many axes the original has."""
-        return self.codes.ndim if self.free is None else len((*self.free, *self.summed))
+    rows: tuple[int, ...] | None = eqx.field(static=True, default=None)
 
 
 def to_fp8(
@@ -122,7 +104,7 @@ def to_fp8(
     *,
     batch: Axes,
     seen: Array | None,
-) -> tuple[Operand, Operand]:
+) -> tuple[Operand, ...]:
     """Quantises a tensor for two products, which sum over either group of its axes."""
     recipe = spec.recipe
     # A weight that XLA may shard has its codes in one order, so that all three matmuls
@@ -131,21 +113,20 @@ def to_fp8(
     if recipe.by_row:
         # XLA would compute what is cheap to compute again for each maximum and each code.
         x, one = lax.optimization_barrier(x), jnp.ones((), jnp.float32)
+        given = [Operand(x, one, axes, batch, gathered) for axes in groups]
         # The first product of a gradient is one of the backward pass, too.
-        first, second = (
-            _by_row(recipe, role, Operand(x, one, axes, batch, gathered), backward)
-            for axes, backward in zip(groups, (role == "grad", True), strict=True)
-        )
-        return first, second
+        backward = role == "grad", True
+        pairs = zip(given, backward, strict=True)
+        return tuple(_by_row(recipe, role, *pair) for pair in pairs)
     form = recipe.form(role)
     known = recipe.known_maximum(role, seen)
     clip = known is not None
     # Of huge numbers a margin makes inf, which has no scale.
     amax = jnp.minimum(known, FORMATS["f32"].max) if clip else largest_magnitude(x)
     scale = power_of_two_scale(amax, form)
-    leading: Axes = ()
-    if spec.transposes and not (batch or gathered):
-        leading = next((g for g in groups if g and _come_first(g)), ())
+    may_transpose = spec.transposes and not (batch or gathered)
+    come_first = (g for g in groups if may_transpose and sorted(g) == [*range(len(g))])
+    leading = next(filter(None, come_first), ())
     if len(leading) in (0, x.ndim):
         codes = cast_scaled(x, inverse(scale), form, clip=clip)
         found = [(codes, axes) for axes in groups]
@@ -153,8 +134,7 @@ def to_fp8(
         codes, moved = quantize_both(x, scale, form, leading=len(leading), clip=clip)
         last = tuple(axis + x.ndim - len(leading) for axis in leading)
         found = [(moved, last) if g == leading else (codes, g) for g in groups]
-    first, second = (Operand(x, scale, axes, batch, gathered) for x, axes in found)
-    return first, second
+    return tuple(Operand(x, scale, axes, batch, gathered) for x, axes in found)
 
 
 def _by_row(recipe: Recipe, role: str, given: Operand, backward: bool) -> Operand:
@@ -162,30 +142,32 @@ def _by_row(recipe: Recipe, role: str, given: Operand, backward: bool) -> Operan
     x, form = given.codes, recipe.form(role, backward=backward)
     if not form:
         return given
-    if form == "int8":
-        # An integer cannot be inf or nan. Where a row holds one of them, its scale is one.
-        scale = integer_scale(largest_magnitude(x, given.summed, finite=False))
-        noise = noise_of(x) if recipe.is_dithered(role) else None
-        codes = mpx_round(x.astype(jnp.float32) * (1 / scale), noise, form)
-        made = dataclasses.replace(given, codes=codes, scale=scale)
-        return made if given.gathered else _summed_last_on_gpu(made)
-    scale = power_of_two_scale(largest_magnitude(x, given.summed), form)
-    codes = cast_scaled(x, inverse(scale), form)
-    return dataclasses.replace(given, codes=codes, scale=scale)
+    # An integer cannot be inf or nan. Where a row holds one of them, its scale is one.
+    amax = largest_magnitude(x, given.summed, finite=form != "int8")
+    if form != "int8":
+        scale = power_of_two_scale(amax, form)
+        codes = cast_scaled(x, inverse(scale), form)
+        return dataclasses.replace(given, codes=codes, scale=scale)
+    scale = integer_scale(amax)
+    noise = noise_of(x) if recipe.is_dithered(role) else None
+    codes = mpx_round(x.astype(jnp.float32) * (1 / scale), noise, form)
+    made = dataclasses.replace(given, codes=codes, scale=scale)
+    on_gpu = isinstance(gpu_capability(), tuple)
+    return _summed_last(made, lax.transpose) if on_gpu and not given.gathered else made
 
 
-def _summed_last_on_gpu(x: Operand) -> Operand:
+def _summed_last(
+    x: Operand, transpose: Callable[[Array, Sequence[int]], Array]
+) -> Operand:
+    """Returns an operand with the axes last that are summed over."""
     rank = x.codes.ndim
     order = [i for i in range(rank) if i not in x.summed] + [*x.summed]
-    if order == [*range(rank)] or not isinstance(gpu_capability(), tuple):
+    if order == [*range(rank)]:
         return x
-    codes, scale = (lax.transpose(a, order) for a in (x.codes, x.scale))
+    scale = lax.transpose(x.scale, order) if x.scale.ndim else x.scale
     last = tuple(range(rank - len(x.summed), rank))
-    return Operand(codes, scale, last, tuple(order.index(i) for i in x.batch))
-
-
-def _come_first(axes: Axes) -> bool:
-    return sorted(axes) == list(range(len(axes)))
+    batch = tuple(order.index(i) for i in x.batch)
+    return Operand(transpose(x.codes, order), scale, last, batch)
 
 
 Shared = dict[Any, tuple[PyTree, PyTree]]
@@ -201,10 +183,9 @@ def as_bytes(x: PyTree) -> PyTree:
     """
 
     def one(a: Array) -> Array:
-        if a.dtype.itemsize > 1 or a.dtype == jnp.int8:
-            return a
-        is_narrow = jnp.finfo(a.dtype).bits == 4
-        return lax.bitcast_convert_type(a, jnp.uint4 if is_narrow else jnp.uint8)
+        is_float = jnp.issubdtype(a.dtype, jnp.floating)
+        bits = jnp.finfo(a.dtype).bits if is_float else 32
+        return lax.bitcast_convert_type(a, f"uint{bits}") if bits <= 8 else a
 
     return jax.tree.map(one, x)
 
@@ -235,11 +216,6 @@ def transposing_pays() -> bool:
     return pays and private("kernels") is not None
 
 
-def _transpose(x: Array, leading: int) -> Array:
-    """Returns an array whose first axes are moved behind the others."""
-    return lax.transpose(x, (*range(leading, x.ndim), *range(leading)))
-
-
 def quantize_both(
     x: Array, scale: Array, form: str, *, leading: int, clip: bool
 ) -> tuple[Array, Array]:
@@ -247,35 +223,31 @@ def quantize_both(
 
     `scale` is a scalar; for `clip` see `cast_scaled`.
     """
+    moved = lambda items: [*items[leading:], *items[:leading]]  # noqa: E731
 
     def plain(x: Array, factor: Array) -> tuple[Array, Array]:
         codes = cast_scaled(x, factor[0], form, clip=clip)
-        return codes, _transpose(codes, leading)
+        return codes, lax.transpose(codes, moved(range(x.ndim)))
 
     def local(x: Array, factor: Array) -> tuple[Array, Array]:
-        shape, rows = x.shape, math.prod(x.shape[:leading])
-        x = x.reshape(rows, -1)
-        if x.size > _LARGEST or any(
-            n % tile for n, tile in zip(x.shape, _TILE, strict=True)
-        ):
-            return plain(x.reshape(shape), factor)
-        codes, transposed = cast_and_transpose(x, factor, form, clip=clip)
-        shapes = shape, shape[leading:] + shape[:leading]
-        return codes.reshape(shapes[0]), transposed.reshape(shapes[1])
+        matrix = x.reshape(math.prod(x.shape[:leading]), -1)
+        pairs = zip(matrix.shape, _TILE, strict=True)
+        if x.size > _LARGEST or any(size % tile for size, tile in pairs):
+            return plain(x, factor)
+        codes, transposed = cast_and_transpose(matrix, factor, form, clip=clip)
+        return codes.reshape(x.shape), transposed.reshape(moved(x.shape))
 
     def layout(x: Any, factor: Any) -> tuple[Any, Any]:
-        axes = axes_of(x.sharding.spec, x.ndim)
-        transposed = spec_of(axes[leading:] + axes[:leading])
-        results = x.sharding, NamedSharding(x.sharding.mesh, transposed)
+        spec = spec_of(moved(axes_of(x.sharding.spec, x.ndim)))
+        results = x.sharding, NamedSharding(x.sharding.mesh, spec)
         return (x.sharding, replicated(x.sharding)), results
 
     def kernel(x: Array, factor: Array) -> tuple[Array, Array]:
-        axes = [f"axis{axis}" for axis in range(x.ndim)]
-        kept, transposed = " ".join(axes), " ".join(axes[leading:] + axes[:leading])
+        axes = [f"axis{i}" for i in range(x.ndim)]
+        kept, transposed = " ".join(axes), " ".join(moved(axes))
         rule = f"{kept}, one -> {kept}, {transposed}"
-        return over_shards(
-            local, (x, factor), like=x, layout=layout, rule=rule, whole=("one",)
-        )
+        options = {"layout": layout, "rule": rule, "whole": ("one",)}
+        return over_shards(local, (x, factor), like=x, **options)
 
     factor = inverse(scale)[None]
     if reason_against_shards(x) is not None:
@@ -293,20 +265,16 @@ def cast_and_transpose(
     pl = plgpu = private("kernels")
     rows, columns = _TILE
 
-    def kernel(
-        x_ref: Any, factor_ref: Any, codes_ref: Any, transposed_ref: Any
-    ) -> None:
+    def kernel(x_ref: Any, factor_ref: Any, codes_ref: Any, moved_ref: Any) -> None:
         down = pl.ds(pl.program_id(0) * rows, rows)
         across = pl.ds(pl.program_id(1) * columns, columns)
-        codes = cast_scaled(
-            plgpu.load(x_ref.at[down, across]), factor_ref[0], form, clip=clip
-        )
+        x = plgpu.load(x_ref.at[down, across])
+        codes = cast_scaled(x, factor_ref[0], form, clip=clip)
         plgpu.store(codes_ref.at[down, across], codes)
-        plgpu.store(transposed_ref.at[across, down], codes.T)
+        plgpu.store(moved_ref.at[across, down], codes.T)
 
-    like = x.astype(
-        FORMATS[form].dtype
-    )  # for what the results vary over in a shard_map
+    # For what the results vary over in a `shard_map`
+    like = x.astype(FORMATS[form].dtype)
     return tuple(
         pl.pallas_call(
             kernel,
@@ -328,34 +296,29 @@ def summed_last(x: Operand, other: Operand) -> Operand:
     array than those of the matmul that needs them as they are, and would be gathered apart.
     The weight is gathered over the axes that shard what is left of the `other` operand.
     """
-    leading = len(x.summed)
-    if not (x.gathered and _come_first(x.summed) and leading < x.codes.ndim):
-        return x
-    last = tuple(axis + x.codes.ndim - leading for axis in x.summed)
-    codes = _transpose_after_gather(x.codes, other.codes, leading, other.summed)
-    scale = _transpose(x.scale, leading) if x.scale.ndim else x.scale
-    return Operand(codes, scale, last, x.batch)
+    after = functools.partial(_transpose_after_gather, other.codes, other.summed)
+    return _summed_last(x, after) if x.gathered else x
 
 
 def _transpose_after_gather(
-    codes: Array, other: Array, leading: int, summed: Sequence[int]
+    other: Array, summed: Sequence[int], codes: Array, order: Sequence[int]
 ) -> Array:
     def plain(codes: Array, other: Array) -> Array:
         # XLA would take a bare transpose into the matmul, and not call cuBLASLt for it.
-        return lax.optimization_barrier(_transpose(codes, leading))
+        return lax.optimization_barrier(lax.transpose(codes, order))
 
     def parts(mesh: Any, args: Any, _: Any) -> Parts:
         entries, others = (axes_of(x.sharding.spec, len(x.shape)) for x in args)
         taken = {x for i, names in enumerate(others) if i not in summed for x in names}
         kept = [tuple(x for x in names if x not in taken) for names in entries]
         given = NamedSharding(mesh, spec_of(kept))
-        transposed = NamedSharding(mesh, spec_of(kept[leading:] + kept[:leading]))
+        transposed = NamedSharding(mesh, spec_of(kept[i] for i in order))
         return plain, (given, args[1].sharding), transposed
 
     def kernel(codes: Array, other: Array) -> Array:
         axes = [f"axis{i}" for i in range(codes.ndim)]
-        transposed = " ".join(axes[leading:] + axes[:leading])
         others = " ".join(f"other{i}" for i in range(other.ndim))
+        transposed = " ".join(axes[i] for i in order)
         rule = f"{' '.join(axes)}, {others} -> {transposed}"
         return partitioned(plain, (codes, other), parts, rule=rule)
 
@@ -367,7 +330,7 @@ def _transpose_after_gather(
             return jax.vmap(lambda x: plain(x, other), axis_size=size)(codes), True
         # The other operand has one more axis that is not summed over.
         moved = [i + 1 for i in summed]
-        return _transpose_after_gather(codes, other, leading, moved), False
+        return _transpose_after_gather(other, moved, codes, order), False
 
     return mappable(codes, other)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from mpx._jax._arguments import as_count, as_real, check_bool, check_choice, check_value
 
@@ -11,23 +11,21 @@ ROLES = ("activation", "weight", "grad")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The base of all recipes.
+    """The base of all recipes; a field of few values is checked by its annotation."""
 
-    Attributes:
-        kind: What reports call a matmul that runs by it.
-        since: The first compute capability that has units for it.
-        multiple: What the sizes of a matmul must be multiples of.
-        in_blocks: Whether numbers are scaled in blocks along the sum.
-        has_state: Whether scales come from an `Fp8State`.
-        longest: How many products may be added up; 0 for any number.
-    """
+    kind: ClassVar[str] = "fp8"  # What reports call a matmul that runs by it
+    since: ClassVar[tuple[int, int]] = (8, 9)  # The first compute capability with units
+    multiple: ClassVar[int] = 16  # What the sizes of a matmul must be multiples of
+    in_blocks: ClassVar[bool] = False  # Whether blocks along the sum have scales
+    has_state: ClassVar[bool] = False  # Whether scales come from an `Fp8State`
+    longest: ClassVar[int] = 0  # How many products may be added up; 0 for any number
 
-    kind: ClassVar[str] = "fp8"
-    since: ClassVar[tuple[int, int]] = (8, 9)
-    multiple: ClassVar[int] = 16
-    in_blocks: ClassVar[bool] = False
-    has_state: ClassVar[bool] = False
-    longest: ClassVar[int] = 0
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            if kind is bool:
+                check_bool(getattr(self, name), f"`{name}`")
+            elif get_origin(kind) is Literal:
+                check_choice(getattr(self, name), name, get_args(kind))
 
     @property
     def by_row(self) -> bool:
@@ -64,6 +62,7 @@ class Float8(Recipe):
     grad: str = "e5m2"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice(self.grad, "grad", ("e4m3", "e5m2"))
 
     def form(self, role: str, *, backward: bool = False) -> str:
@@ -91,14 +90,12 @@ class CurrentScaling(Float8):
         ('e5m2', 'e4m3')
     """
 
-    granularity: str = "tensor"
+    granularity: Literal["tensor", "row"] = "tensor"
     grad: str = ""
 
     def __post_init__(self) -> None:
-        check_choice(self.granularity, "granularity", ("tensor", "row"))
-        if not self.grad:
-            form = "e5m2" if self.granularity == "tensor" else "e4m3"
-            object.__setattr__(self, "grad", form)
+        grad = self.grad or ("e4m3" if self.by_row else "e5m2")
+        object.__setattr__(self, "grad", grad)
         super().__post_init__()
 
     @property
@@ -197,10 +194,6 @@ class MXFP8(Float8):
     grad: str = "e4m3"
     emulate: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_bool(self.emulate, "`emulate`")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Recipe):
@@ -234,11 +227,7 @@ class Int8(Recipe):
     longest: ClassVar[int] = (2**31 - 1) // 127**2
 
     backward: bool = True
-    rounding: str = "stochastic"
-
-    def __post_init__(self) -> None:
-        check_bool(self.backward, "`backward`")
-        check_choice(self.rounding, "rounding", ("stochastic", "nearest"))
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
 
     @property
     def by_row(self) -> bool:
@@ -248,8 +237,7 @@ class Int8(Recipe):
         return "" if backward and not self.backward else "int8"
 
     def is_dithered(self, role: str) -> bool:
-        is_drawn = self.backward and self.rounding == "stochastic"
-        return role == "grad" and is_drawn
+        return role == "grad" and self.backward and self.rounding == "stochastic"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,13 +277,8 @@ class NVFP4(Recipe):
 
     hadamard: bool = True
     stochastic: bool = True
-    weight_blocks: str = "2d"
+    weight_blocks: Literal["2d", "1d"] = "2d"
     emulate: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("hadamard", "stochastic", "emulate"):
-            check_bool(getattr(self, name), f"`{name}`")
-        check_choice(self.weight_blocks, "weight_blocks", ("2d", "1d"))
 
     def form(self, role: str, *, backward: bool = False) -> str:
         return "e2m1"

@@ -16,13 +16,13 @@ from mpx._jax._formats import FORMATS
 from mpx._quant._codecs import random_bits
 
 _INT8_MAX = 127
-_TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
+TINY = np.float32(2.0**-126)  # GPUs take smaller numbers for zero
 
 
 def integer_scale(amax: Array) -> Float32[Array, "..."]:
     """Returns `amax / 127`, at least 2⁻¹²⁶."""
     # XLA replaces a division by this product in some programs only: ties would differ.
-    return jnp.maximum(amax * np.float32(1 / _INT8_MAX), _TINY)
+    return jnp.maximum(amax * np.float32(1 / _INT8_MAX), TINY)
 
 
 def noise_of(x: Array) -> Float32[Array, "..."]:

@@ -30,19 +30,10 @@ from mpx._casting._context import (
     signature_after,
 )
 from mpx._casting._select import Selectors, parse_selectors
-from mpx._fp8._blocks import check_supported
 from mpx._fp8._decide import Selection
-from mpx._fp8._delayed import Fp8State, Scales, check_history, check_keys
-from mpx._fp8._recipes import (
-    MXFP8,
-    NVFP4,
-    CurrentScaling,
-    DelayedScaling,
-    Int8,
-    Recipe,
-    StaticScaling,
-    as_recipe,
-)
+from mpx._fp8._delayed import Fp8State, check_keys
+from mpx._fp8._dot import check_supported
+from mpx._fp8._recipes import DelayedScaling, Int8, Recipe, as_recipe
 from mpx._fp8._visitor import Fp8Autocast
 from mpx._jax import _nnx
 from mpx._jax._arguments import as_real, check_value
@@ -70,21 +61,16 @@ class Fp8Keywords(TypedDict, total=False):
 
 @overload
 def fp8(
-    func: Callable[P, R],
-    recipe: CurrentScaling
-    | StaticScaling
-    | MXFP8
-    | Int8
-    | NVFP4
-    | Literal["current", "mxfp8", "int8", "nvfp4"] = "current",
-    **options: Unpack[Fp8Keywords],
-) -> "Fp8Function[P, R]": ...
-@overload
-def fp8(
     func: Callable[..., R],
     recipe: DelayedScaling | Literal["delayed"],
     **options: Unpack[Fp8Keywords],
 ) -> "Fp8Function[..., R]": ...
+@overload
+def fp8(
+    func: Callable[P, R],
+    recipe: Recipe | Literal["current", "mxfp8", "int8", "nvfp4"] = "current",
+    **options: Unpack[Fp8Keywords],
+) -> "Fp8Function[P, R]": ...
 @overload
 def fp8(
     func: Callable[..., Any] | Recipe | str | None = None,
@@ -177,19 +163,11 @@ _PREDICATE = "of a matmul, `(matmul) -> bool`"
 
 
 class Fp8Function(Generic[P, R]):
-    """A function under `fp8`.
-
-    Attributes:
-        func: The function as it was written.
-        chosen: The settings.
-        has_state: Whether the first argument is an `Fp8State`.
-    """
+    """A function under `fp8`."""
 
     def __init__(self, func: Callable[P, R], chosen: Selection) -> None:
-        given: object = func
-        if not callable(func) or (
-            isinstance(given, type) and issubclass(given, Recipe)
-        ):
+        kind: object = func
+        if not callable(func) or (isinstance(kind, type) and issubclass(kind, Recipe)):
             raise TypeError(
                 "`fp8` takes a function, or a recipe such as `DelayedScaling()` to be a "
                 f"decorator, but {func!s:.99} was given."
@@ -202,8 +180,8 @@ class Fp8Function(Generic[P, R]):
             )
         functools.update_wrapper(self, func)
         self.func, self.chosen = func, chosen
-        self.has_state = isinstance(chosen.recipe, DelayedScaling)
-        self.mpx_has_scales = self.has_state  # the gradient functions ask for it
+        # Whether the first argument is an `Fp8State`; the gradient functions ask for it.
+        self.has_state = self.mpx_has_scales = chosen.recipe.has_state
         if self.has_state:
             # The state comes first: the signature is not that of `func`.
             del self.__dict__["__wrapped__"]
@@ -214,29 +192,25 @@ class Fp8Function(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         recipe, first = self.chosen.recipe, (*args, None)[0]
-        if current_recording() is not None and not isinstance(first, Fp8State):
-            # A report needs no state, and is about hardware that may not be here.
-            return self._run(None, self.func, args, kwargs)
-        check_supported(recipe)
-        _warn_of_hardware(recipe)
-        _warn_of_vmap((args, kwargs))
-        if not isinstance(recipe, DelayedScaling):
-            return self._run(None, self.func, args, kwargs)
+        # A report needs no state, and is about hardware that may not be here.
+        is_report = current_recording() is not None and not isinstance(first, Fp8State)
+        if not is_report:
+            check_supported(recipe)
+            _warn_of_hardware(recipe)
+            is_mapped = any(map(is_batched, jax.tree.leaves((args, kwargs))))
+            if is_mapped and not in_shards.value:
+                warn(_MAPPED)
+        if is_report or not isinstance(recipe, DelayedScaling):
+            return self._run(None, self.func, *args, **kwargs)
         if not isinstance(first, Fp8State):
             raise TypeError(
                 "With `DelayedScaling` the first argument is an `Fp8State`, but "
                 f"{type(first).__name__} was given. Make one with `.init(*args)`."
             )
-        check_history(first, recipe.history)
-        return self._run(first.largest(), self.func, args[1:], kwargs)
+        scales = first.largest(recipe.history)
+        return self._run(scales, self.func, *args[1:], **kwargs)
 
-    def _run(
-        self,
-        scales: Scales | None,
-        func: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> PyTree:
+    def _run(self, scales: Any, func: Any, /, *args: Any, **kwargs: Any) -> PyTree:
         visitor, inner = self.visitor(func)
         visitor.scales = scales
         out = call_through(visitor, inner, args, kwargs)
@@ -254,14 +228,13 @@ class Fp8Function(Generic[P, R]):
         if wrapper is func:
             refuse_cast_arguments()
             autocast: Autocast = getattr(wrapper, "mpx_autocast")()  # noqa: B009
+            names = "dtype", "rules", "reduce", "attention", "narrow_carry", "params"
+            options = {name: getattr(autocast, name) for name in names}
         else:
             given = arguments_cast_to.value  # the dtype of a policy, if there is one
-            dtype = given if given.itemsize == 2 else None
-            chosen, reduce = as_compute_dtype(dtype), amp_reduce(None)
+            dtype = as_compute_dtype(given if given.itemsize == 2 else None)
+            options = {"dtype": dtype, "rules": AmpRules(), "reduce": amp_reduce(None)}
             inner = func
-            autocast = Autocast(dtype=chosen, reduce=reduce, rules=AmpRules())
-        names = "dtype", "rules", "reduce", "attention", "narrow_carry", "params"
-        options = {name: getattr(autocast, name) for name in names}
         if self.chosen.params is not None:
             options["params"] = self.chosen.params
         visitor = Fp8Autocast(chosen=self.chosen, **options)
@@ -318,23 +291,20 @@ class Fp8Function(Generic[P, R]):
         def scaled(state: Fp8State, arrays: PyTree) -> Array:
             plain = eqx.combine(arrays, static)
             func, args, kwargs = _nnx.put_back(plain, _nnx.copy(objects))
-            probes = {path: (None, x) for path, (_, x) in state.largest().items()}
+            scales = state.largest(recipe.history).items()
+            probes = {path: (None, probe) for path, (_, probe) in scales}
+            out = self._run(probes, func, *args, **kwargs)
+            floats = [x for x in jax.tree.leaves(out) if is_floating(x)]
+            if not floats:
+                raise TypeError(
+                    "`init` takes the gradient of the function, but it returned no floating "
+                    "array. Pass `jax.ShapeDtypeStruct`s to get an empty state."
+                )
             factor: PyTree = getattr(scaling, "loss_scaling", scaling)
-            return _first_float(self._run(probes, func, args, kwargs)) * factor
+            return jnp.sum(floats[0].astype(jnp.float32)) * factor
 
         with gradient_function():
             return state.update(jax.jit(jax.grad(scaled))(state, arrays))
-
-
-def _first_float(out: PyTree) -> Array:
-    """Returns the loss among a function's results, or the sum of the first array."""
-    for leaf in jax.tree.leaves(out):
-        if is_floating(leaf):
-            return jnp.sum(leaf.astype(jnp.float32))
-    raise TypeError(
-        "`init` takes the gradient of the function, but it returned no floating array. "
-        "Pass `jax.ShapeDtypeStruct`s to get an empty state."
-    )
 
 
 def _warn_of_hardware(recipe: Recipe) -> None:
@@ -353,10 +323,8 @@ def _warn_of_hardware(recipe: Recipe) -> None:
     )
 
 
-def _warn_of_vmap(arguments: PyTree) -> None:
-    if any(map(is_batched, jax.tree.leaves(arguments))) and not in_shards.value:
-        warn(
-            "`fp8` inside `jax.vmap` computes a weight gradient for each example, "
-            "which takes more time and memory than bf16. Put it outside: "
-            "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
-        )
+_MAPPED = (
+    "`fp8` inside `jax.vmap` computes a weight gradient for each example, which takes more "
+    "time and memory than bf16. Put it outside: "
+    "`fp8(lambda params, batch: jnp.mean(jax.vmap(...)(batch)))`."
+)

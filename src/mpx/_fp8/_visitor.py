@@ -3,14 +3,12 @@
 import collections
 import contextlib
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from mpx._amp._decide import Choice
@@ -22,16 +20,13 @@ from mpx._casting._context import AMP_SCOPE, plain_matmuls, weight_grad_dtype
 from mpx._casting._keep import FP8_SCOPE, KEPT_SCOPE
 from mpx._casting._select import check_selectors
 from mpx._fp8._decide import (
-    HEAD,
-    ROUTER,
     TABLE,
     Matmul,
     Selection,
-    Tables,
     Uses,
     reason_by_kind,
-    reason_to_keep,
-    sizes,
+    reasons_to_keep,
+    tables_of,
     uses_inside,
     uses_of,
 )
@@ -51,20 +46,18 @@ from mpx._program import HANDLERS
 from mpx._program._interpreter import Op, Outcome, Scopes, Traced, Values
 from mpx._program._queries import (
     ATTENTION,
-    CROSS_ENTROPY,
-    GROUPED,
     HI_PRIMITIVE,
-    MATMULS,
+    MULTIPLIES,
     Equation,
     Position,
     equations,
     flops,
     holds,
+    matmul_sizes,
     walk_inside,
 )
 
-# `dot_general` is changed, the others are listed in the report.
-_MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED))
+# `dot_general` is changed, the others of `MULTIPLIES` are listed in the report.
 _ENTERED = HANDLERS.keys() - {"while", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -74,37 +67,33 @@ class Fp8Autocast(Autocast):
 
     `found` also holds (reason, parameter) for each matmul with one; the reason of those in 8
     bits is "".
-
-    Attributes:
-        matmuls: Where matmuls are recorded, for a report.
-        scales: The delayed scales that the running body may need; `None` to find out.
-        places: The keys of delayed scales, with the lengths of the scans around them.
-        counts: How many matmuls with delayed scales were met, by parameter.
-        tables: The parameters that are embedding tables.
     """
 
     takes_bare_params: ClassVar[bool] = True
 
     chosen: Selection
-    matmuls: list[Matmul] | None = None
+    # Those that were met; what `amp` decides is recorded if these are
+    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
+    # The delayed scales that the running body may need; `None` to find out
     scales: Scales | None = None
+    # The keys of delayed scales, with the lengths of the scans around them
     places: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    # How many matmuls with delayed scales were met, by parameter
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    tables: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()  # The parameters that are embedding tables
     lengths: tuple[int, ...] = ()  # of the scans around the running body
-    # By the `id` of an equation, what was counted and recorded before it: `amp` may visit its
+    # By the `id` of an equation, what was counted and met before it: `amp` may visit its
     # body several times, and the last one holds
     _starts: dict[int, tuple[dict[str, int], int]] = dataclasses.field(
         default_factory=dict
     )
-    _has_params: bool = True
-    _shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    _gradients: frozenset[Any] = frozenset()  # the shapes of what may be one
+    # Until it has run: a copy of this visitor, which a derivative rule keeps, holds no arrays
+    _traced: Traced | None = dataclasses.field(default=None, init=False)
     _delayed: bool = True
     _is_open: bool = True  # Whether matmuls that are met may run in 8 bits
     # What reads the values of the running body, and those that it returns
     _uses: dict[Any, Uses] = dataclasses.field(default_factory=dict)
-    _results: tuple[Uses | None, ...] = ()
+    _results: Sequence[Uses | None] = ()
 
     # --- the function -----------------------------------------------------------------
 
@@ -120,29 +109,22 @@ class Fp8Autocast(Autocast):
     def start(self, traced: Traced) -> Traced:
         """Finds the embedding tables, and what the user selects."""
         self._check_selectors(traced)
-        traced = super().start(traced)
-        self._has_params, shapes = traced.has_params, [x.shape for x in traced.arrays]
-        self._shapes = dict(zip((x for x, _ in traced.named), shapes, strict=True))
-        returned = {x.aval.shape for x in traced.jaxpr.outvars} & {*shapes}
-        if returned and any(map(is_transposed, equations(traced.jaxpr))):
-            self._gradients = frozenset(returned)
-        if holds(traced.jaxpr, ("gather",)):
-            tables, named = Tables(self), zip(traced.named, traced.arrays, strict=True)
-            facts = [*map(self.constant_fact, traced.consts)]
-            facts += [self.argument_fact(*x, leaf) for x, leaf in named]
-            variables = (*traced.jaxpr.constvars, *traced.jaxpr.invars)
-            tables.run(traced.jaxpr, dict(zip(variables, facts, strict=True)))
-            self.tables = frozenset(tables.found)
+        self._traced = traced = super().start(traced)
+        self.tables = tables_of(self, traced)
         return traced
 
     def finish(self, outs: Values) -> Values:
         """Warns if nothing was changed, and around a gradient."""
+        traced, self._traced = self._traced, None
+        assert traced is not None
         notes = [x for x in self.found if isinstance(x, tuple)]  # `amp` has others
         # Of a gradient the results have the shapes of the parameters, too.
-        shapes = {self._shapes[name] for _, name in notes if name in self._shapes}
-        if shapes and shapes <= self._gradients:
+        names = {name for _, name in notes}
+        shapes = {x.shape for name, x in traced.named_arrays() if name in names}
+        is_gradient = shapes and shapes <= {x.aval.shape for x in traced.jaxpr.outvars}
+        if is_gradient and any(map(is_transposed, equations(traced.jaxpr))):
             warn(_GRADIENT)
-        elif self._has_params and self.matmuls is None and "" not in dict(notes):
+        elif traced.has_params and self.decisions is None and "" not in dict(notes):
             notes = [x for x in notes if x[1]] or notes
             reasons = collections.Counter(reason for reason, _ in notes)
             often = max(reasons, key=lambda x: (reasons[x], x), default="there is none")
@@ -156,14 +138,14 @@ class Fp8Autocast(Autocast):
         """Raises for strings and types of the user that select nothing."""
         if not traced.has_params or not (self.chosen.keep or self.chosen.include):
             return
-        scopes = traced.places()[0]
-        called = {scope.rpartition("/")[2] for scope in scopes}
+        scopes = [(scope, None) for scope in traced.places()[0]]
+        called = {scope.rpartition("/")[2] for scope, _ in scopes}
         was_called = lambda kind: KEPT_SCOPE + kind.__name__ in called  # noqa: E731
-        named = [*traced.named_arrays(), *((scope, None) for scope in scopes)]
         chosen = {"keep": self.chosen.keep, "include": self.chosen.include}
         for what, selectors in chosen.items():
             # Predicates are asked about matmuls.
             found = [x for x in selectors if isinstance(x, str | type)]
+            named = [*traced.named_arrays(), *scopes]
             check_selectors(found, what, named, was_called)
 
     # --- equations --------------------------------------------------------------------
@@ -185,46 +167,29 @@ class Fp8Autocast(Autocast):
             return self._dot(op, choice)
         if _may_enter(eqn):
             if name != "cond":
-                self._starts[id(eqn)] = dict(self.counts), len(self.matmuls or ())
-            # A report looks for more than what is changed.
-            wanted = ("dot_general",) if self.matmuls is None else _MULTIPLIES
-            if choice.how == "original" and holds(eqn, wanted):
+                self._starts[id(eqn)] = dict(self.counts), len(self.matmuls)
+            if choice.how == "original" and holds(eqn, MULTIPLIES):
                 return HANDLERS[name](self, op)  # whose equations are decided in turn
         else:
-            if name in _MULTIPLIES:
-                self.found.add((reason_by_kind(name, self.chosen), ""))
-            elif name in HANDLERS and holds(eqn, ("dot_general",)):
-                self.found.add((_INSIDE.format(name=name), ""))
-            if self.matmuls is not None:
-                self._record(op)
+            self._record(op)
         return super().emit(op, choice)
 
     def _dot(self, op: Op, choice: Choice) -> Values | Outcome:
-        is_cast, eqn = choice.how == "matmul", op.eqn
-        dtypes = [var.aval.dtype for var in (*eqn.invars[:2], eqn.outvars[0])]
-        if is_cast:
-            dtypes = [self.dtype] * 3
-        is_kept = choice.how == "original" and AMP_SCOPE not in op.scopes
-        kept = choice.reason if is_kept else ""
+        """Runs a matmul of 16-bit operands in 8 bits, or as it was decided."""
+        eqn, is_cast, is_inner = op.eqn, choice.how == "matmul", AMP_SCOPE in op.scopes
+        dtypes = [short_name(self.dtype)] * 3 if is_cast else _dtypes_of(eqn)
+        kept = choice.reason if choice.how == "original" and not is_inner else ""
         matmul = self._describe(op, dtypes, math.prod(self.lengths), kept)
-        if self.matmuls is not None:
-            self.matmuls.append(matmul)
-        self.found.add((matmul.reason, matmul.param))
-        if not matmul.reason:
-            values = low_operands(self, op)[0] if is_cast else op.values
-            return self.multiply(op, values, matmul.param)
-        if AMP_SCOPE in op.scopes and {*dtypes} == {self.dtype}:
-            choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
-        return super().emit(op, choice)
-
-    def multiply(self, op: Op, values: Values, param: str) -> Values:
-        """Runs a matmul of 16-bit operands in 8 bits."""
-        eqn = op.eqn
+        if matmul.reason:
+            if is_inner and {*dtypes} == {short_name(self.dtype)}:
+                choice = Choice("matmul", Rule.LOW)  # its gradient may leave it in f32
+            return super().emit(op, choice)
+        values = low_operands(self, op)[0] if is_cast else op.values
         lhs, rhs = (jnp.asarray(value) for value in values)
         side, numbers = int(op.facts[1].is_weight), eqn.params["dimension_numbers"]
         if turned := exchanged(op, lhs, rhs):
             ((lhs, rhs), numbers), side = turned, 1 - side
-        weight = (lhs, rhs)[side]
+        weight, param = (lhs, rhs)[side], matmul.param
         shardings = (jax.typeof(x).sharding for x in (lhs, rhs))
         spec = MatmulSpec(
             numbers,
@@ -236,7 +201,7 @@ class Fp8Autocast(Autocast):
             shardings=tuple(
                 x if has_explicit_axes(x.mesh) else None for x in shardings
             ),
-            place=() if self.matmuls is None else (param, *source_frames(eqn)),
+            place=() if self.decisions is None else (param, *source_frames(eqn)),
         )
         sharding = eqn.outvars[0].aval.sharding
 
@@ -253,54 +218,58 @@ class Fp8Autocast(Autocast):
             return [product(lhs, rhs)]
 
     def _describe(
-        self, op: Op, dtypes: Sequence[np.dtype], times: int, kept: str = ""
+        self,
+        op: Op,
+        dtypes: Sequence[str],
+        times: int,
+        kept: str = "",
+        reason: str = "",
     ) -> Matmul:
-        eqn, facts, scopes, chosen = op.eqn, op.facts[:2], op.scopes, self.chosen
-        weights = [fact for fact in facts if fact.is_weight]
-        frames = () if self.matmuls is None else source_frames(eqn)
-        shape, count = sizes(eqn)
+        """Returns a matmul with the reason against 8 bits, and adds it to `matmuls`."""
+        eqn, chosen = op.eqn, self.chosen
+        weights = [fact for fact in op.facts[:2] if fact.is_weight]
+        frames = () if self.decisions is None else source_frames(eqn)
+        *shape, count = matmul_sizes(eqn)
         matmul = Matmul(
             param=(weights[0].name or "") if len(weights) == 1 else "",
-            scope="/".join(scope for scope in scopes if scope != AMP_SCOPE),
+            scope="/".join(scope for scope in op.scopes if scope != AMP_SCOPE),
             source=f"{frames[0][1]}:{frames[0][2]}" if frames else "unknown",
-            shape=shape,
+            shape=tuple(shape),
             times=times * count,
-            dtype="×".join(dict.fromkeys(map(short_name, dtypes[:2]))),
-            reason="",
+            dtype="×".join(dict.fromkeys(dtypes[:2])),
+            reason=reason,
             flops=flops(eqn) * times,
             primitive=eqn.primitive.name,
             format=chosen.recipe.kind,
         )
-        uses = self._uses.get(eqn.outvars[0], frozenset())
-        if any(fact.names & self.tables for fact in weights):
-            uses |= {TABLE}
-        purpose = next((x for x in (TABLE, HEAD, ROUTER) if x in uses), "")
-        are_params = [fact.is_weight for fact in facts]
-        names = weights[0].names if len(weights) == 1 else frozenset[str]()
-        options = {"names": names, "purpose": purpose, "kept": kept, "chosen": chosen}
-        reason = reason_to_keep(eqn, dtypes, are_params, matmul, **options)
-        return matmul._replace(reason=reason)
+        if not reason:
+            uses = self._uses.get(eqn.outvars[0], frozenset())
+            if any(fact.names & self.tables for fact in weights):
+                uses |= {TABLE}
+            why = {"purposes": uses, "kept": kept}
+            reasons = reasons_to_keep(chosen, op, matmul, dtypes, **why)
+            matmul = matmul._replace(reason=next(reasons, ""))
+        is_dot = eqn.primitive.name == "dot_general" and not reason
+        self.found.add((matmul.reason, matmul.param if is_dot else ""))
+        self.matmuls.append(matmul)
+        return matmul
 
     def _record(self, op: Op) -> None:
         """Records the matmuls in an equation that runs as `amp` decides."""
-        assert self.matmuls is not None
-        eqn, count = op.eqn, math.prod(self.lengths)
-        dtypes = lambda eqn: [x.aval.dtype for x in (*eqn.invars[:2], eqn.outvars[0])]  # noqa: E731
-        if eqn.primitive.name in _MULTIPLIES:
-            self.matmuls.append(self._describe(op, dtypes(eqn), count))
-        reason = _INSIDE.format(name=eqn.primitive.name)
-        for inner, scopes, times, _ in walk_inside(Position(eqn, op.scopes, count)):
-            if inner.primitive.name in _MULTIPLIES:
+        here = Position(op.eqn, op.scopes, math.prod(self.lengths))
+        if op.eqn.primitive.name in MULTIPLIES:
+            self._describe(op, _dtypes_of(op.eqn), here.times)
+        reason = _INSIDE.format(name=op.eqn.primitive.name)
+        for inner, scopes, times, _ in walk_inside(here):
+            if inner.primitive.name in MULTIPLIES:
                 unknown = Op(inner, [], [DATA] * len(inner.invars), scopes)
-                found = self._describe(unknown, dtypes(inner), times)
-                self.matmuls.append(found._replace(reason=reason))
+                self._describe(unknown, _dtypes_of(inner), times, reason=reason)
 
     def tell(self, eqn: Equation, scopes: Scopes, **fields: Any) -> None:
         super().tell(eqn, scopes, **fields)
-        if self.matmuls is None or fields.get("primitive") not in ATTENTION:
+        if self.decisions is None or fields.get("primitive") not in ATTENTION:
             return
         # Attention that was recognised: it has no equation.
-        assert self.decisions is not None
         told, times = self.decisions[-1], math.prod(self.lengths)
         (batch, rows, heads, size), (_, keys, *_), _ = told.shapes
         count = ATTENTION[told.primitive] * batch * heads * times
@@ -315,29 +284,19 @@ class Fp8Autocast(Autocast):
     def more_inputs(self, op: Op) -> Scales | None:
         """Returns the delayed scales that an equation's body may need.
 
-        They are those of all further matmuls with its parameters. A scan takes those of its
-        own length.
+        They are those of its parameters. A scan takes those of its own length.
         """
         if not self.chosen.recipe.has_state:
             return None
-        self._restart(op.eqn)
-        found: Scales = {}
+        names = {x.name for x in op.facts if x.is_weight}
         length = op.eqn.params["length"] if op.eqn.primitive.name == "scan" else None
-        for name in sorted({x.name for x in op.facts if x.is_weight and x.name}):
-            for number in itertools.count(self.counts.get(name, 0)):
-                item = (self.scales or {}).get(_key(name, number))
-                # The last axis of a probe is for three tensors.
-                if item is None or length not in (None, *item[1].shape[:-1][:1]):
-                    break
-                found[_key(name, number)] = item
-        return found
-
-    def _restart(self, eqn: Equation) -> None:
-        """Forgets what an earlier visit of the body of an equation has counted."""
-        if id(eqn) in self._starts:
-            counts, seen = self._starts[id(eqn)]
-            self.counts = dict(counts)
-            del (self.matmuls or [])[seen:]
+        return {
+            key: (seen, probe)
+            for key, (seen, probe) in (self.scales or {}).items()
+            # The last axis of a probe is for three tensors.
+            if key.rpartition(":")[0] in names
+            and length in (None, *probe.shape[:-1][:1])
+        }
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Scales | None) -> Iterator[None]:
@@ -345,15 +304,17 @@ class Fp8Autocast(Autocast):
         names = ("lengths", "scales", "_delayed", "_is_open", "_results")
         before = {name: getattr(self, name) for name in names}
         name = eqn.primitive.name
-        self._restart(eqn)
+        if id(eqn) in self._starts:
+            counts, met = self._starts[id(eqn)]
+            self.counts = dict(counts)
+            del self.matmuls[met:]
         if name == "scan":
             self.lengths += (eqn.params["length"],)
         # Each device scales what it holds: delayed scales would need a maximum over
         # devices, where the gradient of a shared value is a sum.
         self._delayed &= name != "shard_map"
         self.scales = None if self.scales is None else more or {}
-        if self._is_open:
-            self._results = uses_inside(eqn, self._uses)
+        self._results = self._uses_inside(eqn)
         self._is_open &= _may_enter(eqn)
         try:
             with super().inside(eqn, more):
@@ -362,25 +323,31 @@ class Fp8Autocast(Autocast):
             for name, value in before.items():
                 setattr(self, name, value)
 
+    def _uses_inside(self, eqn: Equation) -> tuple[Uses | None, ...]:
+        """Returns what reads the results of a body."""
+        found = [self._uses.get(var) for var in eqn.outvars]
+        return tuple(uses_inside(eqn, found)) if self._is_open else ()
+
     def cache_key(
         self, eqn: Equation, more: Scales | None
     ) -> tuple[PyTree, ...] | None:
         is_first = self.chosen.recipe.has_state and self.scales is None
-        if self.matmuls is not None or is_first:
+        if self.decisions is not None or is_first:
             return None  # what is cached is not visited
         # Delayed scales differ from one use of a parameter to the next: what was counted
         # before says which of them come first.
         counts = tuple(self.counts.items()) if more else ()
-        uses = uses_inside(eqn, self._uses) if self._is_open else ()
         own = (self._is_open, self._delayed, self.lengths, self.tables)
-        return (super().cache_key(eqn, more), *own, uses, counts)
+        return (super().cache_key(eqn, more), *own, self._uses_inside(eqn), counts)
 
     def _next_scale(self, param: str) -> tuple[Any, Any]:
         """Returns maxima seen before and probe of the next matmul with a parameter."""
         if not self.chosen.recipe.has_state or not self._delayed:
             return None, None
+        # The key does not tell where in the program a matmul is, so that another `jit` or
+        # `checkpoint` around a layer, or another JAX, leaves a saved state usable.
         number = self.counts.get(param, 0)
-        self.counts[param], key = number + 1, _key(param, number)
+        self.counts[param], key = number + 1, f"{param}:{number}"
         self.places[key] = self.lengths
         found = (self.scales or {}).get(key)
         return found if found is not None and found[1].ndim == 1 else (None, None)
@@ -392,13 +359,10 @@ def _may_enter(eqn: Equation) -> bool:
     return name in _ENTERED and (name != HI_PRIMITIVE or hi_remat(eqn) is not None)
 
 
-def _key(param: str, number: int) -> str:
-    """Returns the key of the scales of one use of a parameter.
-
-    It does not tell where in the program that is, so that another `jit` or `checkpoint`
-    around a layer, or another JAX, leaves a saved state usable.
-    """
-    return f"{param}:{number}"
+def _dtypes_of(eqn: Equation) -> list[str]:
+    """Returns the dtypes of both operands of a product and of its result."""
+    atoms = (*eqn.invars[:2], eqn.outvars[0])
+    return [short_name(x.aval.dtype) for x in atoms]
 
 
 _INSIDE = "inside {name}, which fp8 does not enter"

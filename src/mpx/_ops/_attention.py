@@ -8,10 +8,9 @@ the scores, which the backward kernel needs.
     logsumexp = log Σ exp(scale · q kᵀ + bias)        (batch, heads, queries, 1), f32
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +27,10 @@ from mpx._jax._compat import (
 from mpx._jax._devices import cuda_capability
 from mpx._jax._private import private
 from mpx._jax._warn import warn
-from mpx._ops._primitives import (
-    Aval,
-    Dims,
-    define,
-    define_derivatives,
-    function_of,
-    mapped_alike,
-    varying_alike,
-    zero_tangent,
-)
-from mpx._program._interpreter import Op, Outcome, Visitor
-from mpx._program._queries import ATTENTION
+from mpx._ops import _primitives as ops
+from mpx._program._flow import propagate
+from mpx._program._interpreter import function_of
+from mpx._program._queries import ATTENTION, Equation
 
 F32 = jnp.dtype(jnp.float32)
 _jax = private("attention")
@@ -66,25 +57,18 @@ class Attention(NamedTuple):
 
 def plain(*operands: Array, spec: Attention) -> tuple[Array, Array]:
     """Runs the operations behind `jax.nn.dot_product_attention`, in f32."""
-    given = [*(convert_dtype(x, F32) for x in operands[:3]), *operands[3:]]
-    out, logsumexp = _by_jax(given, spec, implementation="xla", return_residual=True)
+    arrays = [convert_dtype(x, F32) for x in operands[:3]]
+    extras = dict(zip(spec.extras, operands[3:], strict=True))
+    options = {"implementation": "xla", "return_residual": True}
+    out, logsumexp = _by_jax(arrays, extras, spec, **options)
     return convert_dtype(out, operands[0].dtype), logsumexp.swapaxes(1, 2)[..., None]
 
 
-def _by_jax(operands: Sequence[Array], spec: Attention, **options: PyTree) -> PyTree:
-    query, key, value, *rest = operands
-    extras = dict(zip(spec.extras, rest, strict=True))
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        extras.get("bias"),
-        extras.get("mask"),
-        scale=spec.scale,
-        is_causal=spec.is_causal,
-        local_window_size=spec.window,
-        **options,
-    )
+def _by_jax(
+    arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention, **more: Any
+) -> PyTree:
+    more |= {"scale": spec.scale, "is_causal": spec.is_causal, **extras}
+    return jax.nn.dot_product_attention(*arrays, local_window_size=spec.window, **more)
 
 
 # --- The operation in cuDNN -----------------------------------------------------------
@@ -110,8 +94,11 @@ def _vjp(
             extras["bias"] = convert_dtype(jnp.maximum(bias, _LEAST), query.dtype)
         # cuDNN needs both lengths. Fewer heads are faster: on an H200, 0.47 ms with a
         # mask of (8, 1, 1024, 1024) and 0.62 ms with one of (8, 12, 1024, 1024).
-        full = [jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in extras.values()]
-        return _by_jax((query, key, value, *full), spec, implementation="cudnn")
+        full = {
+            name: jnp.broadcast_to(x, (*x.shape[:2], *lengths))
+            for name, x in extras.items()
+        }
+        return _by_jax((query, key, value), full, spec, implementation="cudnn")
 
     func, chosen = function_of(call, operands, wrt)
     return jax.vjp(func, *chosen)
@@ -178,7 +165,6 @@ def _cudnn_backward(
 ) -> Sequence[Array]:
     """Returns the gradients of cuDNN attention without running it again."""
     *given, out, saved, cotangent = operands
-    query, key, value, *extras = given
     # cuDNN has the gradient of a bias for the whole batch only (jax-ml/jax#30593).
     by_kernel = 3 in wrt and given[3].shape[0] == 1
     inside = (0, 1, 2, 3) if by_kernel else (0, 1, 2)
@@ -186,8 +172,8 @@ def _cudnn_backward(
     def backward(cotangent: Array, *given: Array) -> PyTree:
         return _vjp(given, spec, inside)[1](cotangent)
 
-    arrays, kept = (cotangent, query, key, value), (out, saved[..., 0])
-    grads, _ = _with_kernel(backward, arrays, extras, kept)
+    arrays, kept = (cotangent, *given[:3]), (out, saved[..., 0])
+    grads, _ = _with_kernel(backward, arrays, given[3:], kept)
     if 3 in wrt and not by_kernel:
         call, chosen = function_of(lambda *x: plain(*x, spec=spec)[0], given, (3,))
         grads += jax.vjp(call, *chosen)[1](cotangent)
@@ -204,43 +190,30 @@ def _with_kernel(
 
     If the latter are `kept`, the kernel is not run.
     """
-    visitor = _Kernel(kept=kept)
-    # Without the mesh axes along which they vary: JAX 0.10 loses these inside.
-    types = *map(_even, arrays), *map(_type_of, extras)
+    saved: list[PyTree] = []
+
+    def run(eqn: Equation, values: list[PyTree]) -> list[PyTree]:
+        if eqn.primitive.name != CUDNN_KERNEL:
+            return eval_equation(eqn, values)
+        saved[:] = kept or eval_equation(eqn, values)
+        return saved
+
+    # Without the mesh axes along which they vary: JAX 0.10 loses these inside. cuDNN takes
+    # odd lengths, JAX does not.
+    even = [(batch, n + n % 2, *rest) for batch, n, *rest in (x.shape for x in arrays)]
+    shapes, args = (*even, *(x.shape for x in extras)), (*arrays, *extras)
+    types = [
+        jax.ShapeDtypeStruct(x, y.dtype) for x, y in zip(shapes, args, strict=True)
+    ]
     body, consts = open_jaxpr(jax.make_jaxpr(func)(*types))
-    args = (*arrays, *extras)
-    outs, _ = visitor.run(body, consts, args, [None] * len(args), ())
-    if len(visitor.saved) != 2:
-        text = "this version of JAX calls cuDNN in a way that mpx does not know"
-        raise _OtherWayError(text)
-    return outs, visitor.saved
+    known = zip((*body.constvars, *body.invars), (*consts, *args), strict=True)
+    outs = propagate(body, dict(known), run, lambda atom: atom.val)
+    if len(saved) != 2:
+        raise NotImplementedError(_OTHER_WAY)
+    return outs, saved
 
 
-def _even(x: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns the type to trace an array with: cuDNN takes odd lengths, JAX does not."""
-    batch, length, *rest = x.shape
-    return jax.ShapeDtypeStruct((batch, length + length % 2, *rest), x.dtype)
-
-
-def _type_of(x: PyTree) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _Kernel(Visitor):
-    kept: Sequence[PyTree] | None
-    saved: list[PyTree] = dataclasses.field(default_factory=list)
-
-    def equation(self, op: Op) -> Outcome:
-        if op.eqn.primitive.name != CUDNN_KERNEL:
-            outs = eval_equation(op.eqn, op.values)
-        else:
-            outs = self.saved = list(self.kept or eval_equation(op.eqn, op.values))
-        return outs, [None] * len(outs)
-
-
-class _OtherWayError(NotImplementedError):
-    """The forward kernel is not where it is expected in what JAX traces."""
+_OTHER_WAY = "this version of JAX calls cuDNN in a way that mpx does not know"
 
 
 def reason_against(
@@ -278,10 +251,9 @@ def _reason_by_jax(
 
     try:
         jax.make_jaxpr(forward_and_backward)(arrays, extras)
-    except _OtherWayError as error:
-        warn(f"Attention runs without cuDNN's kernel: {error}. Upgrade mpx.")
-        return str(error)
     except (NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+        if str(error) == _OTHER_WAY:
+            warn(f"Attention runs without cuDNN's kernel: {error}. Upgrade mpx.")
         return f"cuDNN: {error}"
     return None
 
@@ -313,7 +285,7 @@ def reason_not_paying(
 # --- Primitives -----------------------------------------------------------------------
 
 
-def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, Aval]:
+def _attention_types(query: PyTree, *rest: PyTree, spec: Attention) -> PyTree:
     del rest, spec
     batch, length, heads, _ = query.shape
     # The result varies over devices as the query does; the caller made all alike.
@@ -323,65 +295,54 @@ def _attention_types(query: Aval, *rest: Aval, spec: Attention) -> tuple[Aval, A
 def _attention_jvp(
     primals: Sequence[PyTree], tangents: Sequence[PyTree], *, spec: Attention
 ) -> tuple[list[PyTree], list[PyTree]]:
-    out, logsumexp = attention_p.bind(*primals, spec=spec)
+    outs = attention_p.bind(*primals, spec=spec)
     wrt = tuple(i for i in spec.free if type(tangents[i]) is not _jax.Zero)
-    tangent = zero_tangent(_jax, out)
-    if wrt:
-        chosen = [tangents[i] for i in wrt]
-        (tangent,) = attention_tangent_p.bind(
-            *primals, out, logsumexp, *chosen, spec=spec, wrt=wrt
-        )
     # JAX has no gradient of the logsumexp either.
-    return [out, logsumexp], [tangent, zero_tangent(_jax, logsumexp)]
+    moved = [ops.zero_tangent(_jax, x) for x in outs]
+    if wrt:
+        given = *primals, *outs, *(tangents[i] for i in wrt)
+        moved[:1] = attention_tangent_p.bind(*given, spec=spec, wrt=wrt)
+    return outs, moved
 
 
 def _batched(
-    primitive: Primitive, operands: Sequence[PyTree], dims: Dims, **params: PyTree
+    primitive: Primitive, operands: Sequence[PyTree], dims: ops.Dims, **params: PyTree
 ) -> tuple[list[PyTree], list[int]]:
     """Maps an operation by making the new axis a part of the batch."""
-    spec: Attention = params["spec"]
-    full = mapped_alike(operands, dims)
+    if 3 in params.get("wrt", ()):  # The gradient of a bias may be one for the batch.
+        return ops.run_each(primitive, operands, dims, **params)
+    full = ops.mapped_alike(operands, dims)
+    extras = range(3, 3 + len(params["spec"].extras))
     size, batch = full[0].shape[:2]
-    shared = list(range(3, 3 + len(spec.extras)))
-    has_bias = 3 in params.get("wrt", ())
-    if has_bias and primitive is attention_tangent_p:
-        shared.append(len(operands) - 1)  # the tangent of the bias
-    forward = primitive is attention_p
 
     def fold(i: int, x: Array) -> Array:
-        if i in shared:
-            if forward and dims[i] is None and x.shape[1] == 1:
-                return x[0]  # still one for the whole batch
+        if i in extras and dims[i] is None and x.shape[1] == 1:
+            return x[0]  # still one for the whole batch
+        if i in extras:
             x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
         return x.reshape(size * batch, *x.shape[2:])
 
     outs = primitive.bind(*(fold(i, x) for i, x in enumerate(full)), **params)
-    outs = [x.reshape(size, batch, *x.shape[1:]) for x in outs]
-    if has_bias and primitive is attention_backward_p and full[3].shape[1] == 1:
-        outs[-1] = jnp.sum(outs[-1], axis=1, keepdims=True)  # that of the bias
-    return outs, [0] * len(outs)
+    return [x.reshape(size, batch, *x.shape[1:]) for x in outs], [0] * len(outs)
 
 
 _FORWARD, _BACKWARD, _TANGENT = ATTENTION
-attention_p = define(_jax, _FORWARD, _attention_types, plain, _batched)
-attention_tangent_p, attention_backward_p = define_derivatives(
+attention_p = ops.define(_jax, _FORWARD, _attention_types, plain, _batched)
+attention_tangent_p, attention_backward_p = ops.define_derivatives(
     _jax,
     (_TANGENT, _BACKWARD),
     lambda *x, spec: [plain(*x, spec=spec)[0]],
     count=lambda spec: 3 + len(spec.extras),
-    types=(
-        lambda query, *rest, spec, wrt: [query],
-        lambda *operands, spec, wrt: [operands[i] for i in wrt],
-    ),
+    types=lambda query, *rest, spec, wrt: [query],
     batched=_batched,
 )
 for _primitive in (attention_p, attention_backward_p, attention_tangent_p):
     # As JAX's own cuDNN attention, which is inside.
     _jax.prim_requires_devices_during_lowering.add(_primitive)
-for _primitive, _run in {
-    attention_p: _cudnn,
-    attention_backward_p: _cudnn_backward,
-}.items():
+for _primitive, _run in (
+    (attention_p, _cudnn),
+    (attention_backward_p, _cudnn_backward),
+):
     _lowering = _jax.lower_fun(_run, multiple_results=True)
     _jax.register_lowering(_primitive, _lowering, platform="cuda")
 _jax.primitive_jvps[attention_p] = _attention_jvp
@@ -394,7 +355,7 @@ def attention(
     arrays: Sequence[Array], extras: Mapping[str, Array], spec: Attention
 ) -> Array:
     """Runs attention on queries, keys, values and the arrays that `spec.extras` names."""
-    operands = varying_alike(_padded(arrays, extras, spec))
+    operands = ops.varying_alike(_padded(arrays, extras, spec))
     out, _ = attention_p.bind(*operands, spec=spec)
     return out[:, : arrays[0].shape[1], :, : arrays[2].shape[-1]]
 
@@ -405,11 +366,10 @@ def _padded(
     """Returns operands that are padded where the kernel needs it."""
     if spec.may_hide:
         arrays = _without_hidden_scores(arrays, extras, spec)
-    query, key, value = arrays
-    rows, keys = query.shape[1], key.shape[1]
+    rows, keys = arrays[0].shape[1], arrays[1].shape[1]
     # JAX makes a bias of a mask, for which cuDNN takes even lengths only.
     more_rows, more_keys = (rows % 2, keys % 2) if spec.extras else (0, 0)
-    size = max(query.shape[-1], value.shape[-1])
+    size = max(x.shape[-1] for x in arrays)
     size += -size % 8
     more = zip(arrays, (more_rows, more_keys, more_keys), strict=True)
     operands = [_filled_up(x, {1: n, 3: size - x.shape[-1]}) for x, n in more]
@@ -424,7 +384,5 @@ def _padded(
 
 def _filled_up(x: Array, more: dict[int, int], fill: float = 0.0) -> Array:
     """Returns an array with more elements along some axes."""
-    if not any(more.values()):
-        return x
     sizes = [(0, more.get(i, 0)) for i in range(x.ndim)]
-    return jnp.pad(x, sizes, constant_values=fill)
+    return jnp.pad(x, sizes, constant_values=fill) if any(more.values()) else x

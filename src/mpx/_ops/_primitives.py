@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive, as_varying, varying_axes
+from mpx._program._interpreter import function_of
 
 Run = Callable[..., PyTree]
 Names = Any
@@ -57,25 +58,13 @@ def typed_like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
     return aval.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def function_of(
-    func: Run, operands: Sequence[Array], wrt: Sequence[int]
-) -> tuple[Run, list[Array]]:
-    """Returns a function of some of its operands, with the others fixed, and the former."""
-
-    def call(*chosen: Array) -> PyTree:
-        replaced = dict(zip(wrt, chosen, strict=True))
-        return func(*(replaced.get(i, x) for i, x in enumerate(operands)))
-
-    return call, [operands[i] for i in wrt]
-
-
 def define_derivatives(
     names: Names,
     labels: Sequence[str],
     func: Run,
     *,
     count: Callable[..., int],
-    types: Sequence[Run],
+    types: Run,
     batched: Run,
     gradients: Run | None = None,
 ) -> tuple[Primitive, Primitive]:
@@ -83,26 +72,24 @@ def define_derivatives(
 
     Both take the operands of the function, `count` of its parameters; what was saved,
     which depends on these alone; and last the tangents of the operands `wrt`, or the
-    cotangents of all results. Given what was saved, `gradients` may be faster than JAX's.
+    cotangents of all results. `types` are those of tangents of the results. Given what was
+    saved, `gradients` may be faster than JAX's.
     """
 
-    def opened(
-        given: Sequence[Array], wrt: Sequence[int], params: dict[str, object]
-    ) -> tuple[Run, list[Array]]:
-        run = functools.partial(func, **params)
-        return function_of(run, given[: count(**params)], wrt)
-
     def run_tangent(*given: Array, wrt: tuple[int, ...], **params: object) -> PyTree:
-        run, chosen = opened(given, wrt, params)
-        return jax.jvp(run, chosen, list(given[-len(wrt) :]))[1]
+        run, known = functools.partial(func, **params), given[: count(**params)]
+        moved = list(given[-len(wrt) :])
+        return jax.jvp(*function_of(run, known, wrt), moved)[1]
 
     def run_backward(*given: Array, wrt: tuple[int, ...], **params: object) -> PyTree:
-        run, chosen = opened(given, wrt, params)
-        outs, vjp = jax.vjp(run, *chosen)
+        run, known = functools.partial(func, **params), given[: count(**params)]
+        call, chosen = function_of(run, known, wrt)
+        outs, vjp = jax.vjp(call, *chosen)
         return list(vjp(list(given[-len(outs) :])))
 
-    tangent = define(names, labels[0], types[0], run_tangent, batched)
-    backward = define(names, labels[1], types[1], gradients or run_backward, batched)
+    tangent = define(names, labels[0], types, run_tangent, batched)
+    like = lambda *avals, wrt, **_: [avals[i] for i in wrt]  # noqa: E731
+    backward = define(names, labels[1], like, gradients or run_backward, batched)
 
     def transpose(
         cotangents: PyTree, *given: PyTree, wrt: tuple[int, ...], **params: object
@@ -118,8 +105,8 @@ def define_derivatives(
         run: Run, primals: Sequence[Array], tangents: Sequence[PyTree], **params: object
     ) -> tuple[PyTree, PyTree]:
         free = [i for i, x in enumerate(tangents) if type(x) is not names.Zero]
-        call, chosen = function_of(functools.partial(run, **params), primals, free)
-        return jax.jvp(call, chosen, [tangents[i] for i in free])
+        run, moved = functools.partial(run, **params), [tangents[i] for i in free]
+        return jax.jvp(*function_of(run, primals, free), moved)
 
     for primitive, run in ((tangent, run_tangent), (backward, run_backward)):
         names.primitive_jvps[primitive] = functools.partial(differentiated, run)
@@ -139,14 +126,11 @@ def mapped_alike(operands: Sequence[Array], dims: Dims) -> list[Array]:
 
 def run_each(
     primitive: Primitive, operands: Sequence[Array], dims: Dims, **params: object
-) -> PyTree:
+) -> tuple[PyTree, PyTree]:
     """Maps an operation by running it once for each element, along the first axis."""
-    pairs = list(zip(operands, dims, strict=True))
-    mapped = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
-
-    def each(slices: list[Array]) -> PyTree:
-        given = iter(slices)
-        args = [x if d is None else next(given) for x, d in pairs]
-        return primitive.bind(*args, **params)
-
-    return lax.map(each, mapped)
+    mapped = [i for i, d in enumerate(dims) if d is not None]
+    call, _ = function_of(functools.partial(primitive.bind, **params), operands, mapped)
+    pairs = zip(operands, dims, strict=True)
+    moved = [jnp.moveaxis(x, d, 0) for x, d in pairs if d is not None]
+    outs = lax.map(lambda slices: call(*slices), moved)
+    return outs, jax.tree.map(lambda _: 0, outs)

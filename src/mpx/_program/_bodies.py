@@ -9,7 +9,6 @@ of, so they hold types, never values: a value would be a leaked tracer.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,11 +49,12 @@ from mpx._program._interpreter import (
     Values,
     Visitor,
     arrays_of,
-    as_results,
     cast_all,
     dtypes_of,
+    function_of,
     rewrite,
     types_of,
+    visit,
     with_dtype,
 )
 from mpx._program._queries import HI_PRIMITIVE, REMAT, Equation, names, variables
@@ -77,10 +77,7 @@ def _jit(visitor: Visitor, op: Op) -> Outcome:
 def _inline(visitor: Visitor, op: Op) -> Outcome:
     params = op.eqn.params
     found = (params.get(x) for x in ("call_jaxpr", "jaxpr", "fwd_jaxpr"))
-    jaxpr, consts = open_jaxpr(next(filter(None, found)))
-    scopes = visitor.scopes_inside(op.eqn, op.scopes)
-    with visitor.inside(op.eqn, None):
-        return visitor.run(jaxpr, consts, op.values, op.facts, scopes)
+    return visit(visitor, op, next(filter(None, found)), op.values, op.facts)
 
 
 def _remat(visitor: Visitor, op: Op) -> Outcome:
@@ -107,45 +104,36 @@ def _cond(visitor: Visitor, op: Op) -> Outcome:
     avals, branches = types_of(operands), op.eqn.params["branches"]
     invars = open_jaxpr(branches[0])[0].invars
     facts = visitor.facts_inside(op.facts[1:], invars, "operand")
-    groups, new, found = [], [], []
-    for branch in branches:
-        more = visitor.more_inputs(op)
-        jaxpr, known = rewrite(visitor, op, branch, avals, facts, more=more)
-        groups.append(jax.tree.leaves(more))
-        new.append(jaxpr)
-        found.append(known)
-    more = [leaf for group in groups for leaf in group]
+    more = visitor.more_inputs(op)
+    visited = [rewrite(visitor, op, x, avals, facts, more=more) for x in branches]
+    new, found = zip(*visited, strict=True)
     dtypes = [dtypes_of(branch.out_avals) for branch in new]
-    if more or len(set(dtypes)) > 1:
-        # The branches must agree: where they differ, each has the dtype of the original,
-        # and each gets the further inputs of all.
+    if len(set(dtypes)) > 1:
+        # The branches must agree: where they differ, each has the dtype of the original.
         common = tuple(
             seen[0] if len(set(seen)) == 1 else var.aval.dtype
             for *seen, var in zip(*dtypes, op.eqn.outvars, strict=True)
         )
 
-        def alike(run: Callable[..., Values], start: int, group: Values) -> Jaxpr:
-            own = [*range(len(avals)), *range(start, start + len(group))]
-            call = lambda *args: cast_all(run(*(args[i] for i in own)), common)  # noqa: E731
-            return jax.make_jaxpr(call)(*avals, *types_of(more))
+        def alike(branch: Jaxpr) -> Jaxpr:
+            call = lambda *args: cast_all(as_function(branch)(*args), common)  # noqa: E731
+            return jax.make_jaxpr(call)(*branch.in_avals)
 
-        starts = itertools.accumulate(map(len, groups), initial=len(avals))
-        new = [*map(alike, map(as_function, new), starts, groups)]
-    outs = bind(op.eqn, [index, *operands, *more], branches=tuple(new))
+        new = map(alike, new)
+    operands += jax.tree.leaves(more)
+    outs = bind(op.eqn, [index, *operands], branches=tuple(new))
     known = [visitor.join_facts(list(facts)) for facts in zip(*found, strict=True)]
     return outs, visitor.result_facts(outs, known)
 
 
 def _shard_map(visitor: Visitor, op: Op) -> Outcome:
-    params = op.eqn.params
-    body, consts = open_jaxpr(params["jaxpr"])
-    facts = visitor.facts_inside(op.facts, body.invars, "slice")
-    scopes, known = visitor.scopes_inside(op.eqn, op.scopes), list[PyTree]()
+    params, known = op.eqn.params, list[PyTree]()
+    invars = open_jaxpr(params["jaxpr"])[0].invars
+    facts = visitor.facts_inside(op.facts, invars, "slice")
 
     def call(*args: PyTree) -> tuple[PyTree, ...]:
-        with visitor.inside(op.eqn, None):
-            outs, known[:] = visitor.run(body, consts, args, facts, scopes)
-        return tuple(as_results(outs, body.outvars))
+        outs, known[:] = visit(visitor, op, params["jaxpr"], args, facts)
+        return tuple(outs)
 
     values = arrays_of(op.values)
     mapped = jax.shard_map(
@@ -282,13 +270,13 @@ def _while(visitor: Visitor, op: Op) -> Outcome:
 class _CustomCall:
     """A call of a function whose derivative rule is expanded at its dtypes and visited."""
 
-    def __init__(self, visitor: Visitor, op: Op, values: Values) -> None:
+    def __init__(self, visitor: Visitor, op: Op) -> None:
         self.visitor, self.eqn, self.around = visitor, op.eqn, visitor.around
-        self.scopes = visitor.scopes_inside(op.eqn, op.scopes)
+        self.op = op._replace(values=[], facts=[])
         found = (op.eqn.params.get(name) for name in ("call_jaxpr", "call"))
         self.jaxpr = next(filter(None, found), None) or hi_jaxpr(op.eqn)
         self.facts = visitor.facts_inside(op.facts, op.eqn.invars, "operand")
-        avals = types_of(values)
+        avals = types_of(arrays_of(op.values))
         new, self.known = rewrite(visitor, op, self.jaxpr, avals, self.facts)
         self.dtypes = dtypes_of(new.out_avals)
         self.smooth = [i for i, var in enumerate(op.eqn.outvars) if _smooth(var)]
@@ -297,6 +285,11 @@ class _CustomCall:
         """Runs the function itself."""
         outs, _ = self.visited(self.jaxpr, args, self.facts)
         return cast_all(outs, self.dtypes)
+
+    def outcome(self, call: Callable[..., PyTree], op: Op) -> Outcome:
+        """Returns the results of what replaces the function."""
+        outs = list(call(*arrays_of(op.values)))
+        return outs, self.visitor.result_facts(outs, self.known)
 
     def trace(self, func: Callable[..., PyTree], *avals: PyTree) -> Jaxpr:
         """Traces a derivative rule at its own dtypes."""
@@ -314,15 +307,12 @@ class _CustomCall:
 
     def visited(self, jaxpr: Jaxpr, args: Sequence[PyTree], facts: Facts) -> Outcome:
         """Runs a jaxpr that was traced at the original dtypes."""
-        body, consts = open_jaxpr(jaxpr)
         visitor, outer = self.visitor, self.visitor.around
-        visitor.around = self.around | {*variables(body)}
+        visitor.around = self.around | {*variables(open_jaxpr(jaxpr)[0])}
         try:
-            with visitor.inside(self.eqn, None):
-                outs, known = visitor.run(body, consts, args, facts, self.scopes)
+            return visit(visitor, self.op, jaxpr, args, facts)
         finally:
             visitor.around = outer
-        return as_results(outs, body.outvars), known
 
     def differentiable(
         self, values: Sequence[PyTree], perturbed: Sequence[bool]
@@ -339,15 +329,9 @@ class _CustomCall:
         dtypes = [var.aval.dtype for var in self.eqn.invars]
         return free, [*map(with_dtype, types_of(values), dtypes)]
 
-    def partially(
-        self, args: Sequence[PyTree], free: Sequence[int]
-    ) -> Callable[..., Values]:
-        """Returns the original equation as a function of some of its operands."""
-
-        def call(*chosen: PyTree) -> Values:
-            return eval_equation(self.eqn, _with(args, free, chosen))
-
-        return call
+    def original(self, *args: PyTree) -> Values:
+        """Runs the equation as it is written."""
+        return eval_equation(self.eqn, args)
 
 
 def _smooth(var: Any) -> bool:
@@ -370,16 +354,14 @@ def _are_zeros(jaxpr: Jaxpr) -> list[bool]:
 
 
 def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
-    eqn, values = op.eqn, arrays_of(op.values)
-    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
+    eqn, custom, count = op.eqn, _CustomCall(visitor, op), len(op.eqn.outvars)
 
     def rule(primals: PyTree, tangents: PyTree) -> tuple[Values, Values]:
         asked = [not _is_zero(tangent) for tangent in tangents]
         free, avals = custom.differentiable(primals, asked)
 
         def expanded(args: Values, chosen: Values) -> tuple[Values, Values]:
-            call = custom.partially(args, free)
-            outs, pushed = jax.jvp(call, [args[i] for i in free], chosen)
+            outs, pushed = jax.jvp(*function_of(custom.original, args, free), chosen)
             return outs, [pushed[i] for i in custom.smooth]
 
         new = custom.trace(expanded, avals, [avals[i] for i in free])
@@ -398,47 +380,22 @@ def _custom_jvp(visitor: Visitor, op: Op) -> Outcome:
 
     call = jax.custom_jvp(custom.run)
     call.defjvp(rule, symbolic_zeros=True)
-    outs = list(call(*values))
-    return outs, visitor.result_facts(outs, custom.known)
-
-
-def _transposed(
-    pushforward: Callable[..., Values],
-    inputs: Sequence[Aval],
-    chosen: Sequence[int],
-    cotangents: Values,
-) -> PyTree:
-    """Pulls back cotangents of some results; the user's rule is told that others are zero."""
-
-    def linear(*tangents: PyTree) -> Values:
-        outs = pushforward(*tangents)
-        return [outs[i] for i in chosen]
-
-    return jax.linear_transpose(linear, *inputs)(cotangents)
-
-
-def _with(
-    values: Sequence[PyTree], places: Sequence[int], others: Sequence[PyTree]
-) -> Values:
-    """Returns values with others in some places."""
-    found = dict(enumerate(values)) | dict(zip(places, others, strict=True))
-    return [found[i] for i in range(len(values))]
+    return custom.outcome(call, op)
 
 
 def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
-    values = arrays_of(op.values)
-    custom, count = _CustomCall(visitor, op, values), len(op.eqn.outvars)
+    custom, count = _CustomCall(visitor, op), len(op.eqn.outvars)
     derive = jax.linearize if has_linearization(op.eqn) else jax.vjp
 
     def forward(*primals: PyTree) -> tuple[Values, Callable[..., PyTree]]:
         args = [primal.value for primal in primals]
-        asked = [primal.perturbed for primal in primals]
-        free, avals = custom.differentiable(args, asked)
-        given, found = dtypes_of(args), dict[str, PyTree]()
+        free, avals = custom.differentiable(args, [x.perturbed for x in primals])
+        given, inputs = dtypes_of(args), [avals[i] for i in free]
+        found = dict[str, PyTree]()
 
         def expanded(*args: PyTree) -> Values:
-            call = custom.partially(args, free)
-            outs, derivative = derive(call, *(args[i] for i in free))
+            call, chosen = function_of(custom.original, args, free)
+            outs, derivative = derive(call, *chosen)
             residuals, found["tree"] = jax.tree.flatten(derivative)
             found["residuals"], found["outs"] = types_of(residuals), types_of(outs)
             # What is an argument is not returned: a reference cannot be.
@@ -448,8 +405,8 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
         new = custom.trace(expanded, *avals)
         outs, known = custom.visited(new, args, custom.facts)
-        variables = open_jaxpr(new)[0].outvars
-        others = visitor.facts_inside(known[count:], variables[count:], "operand")
+        variables = open_jaxpr(new)[0].outvars[count:]
+        others = visitor.facts_inside(known[count:], variables, "operand")
         own, made = [args, custom.facts], [iter(outs[count:]), iter(others)]
         residuals, kept = (
             [next(new) if i is None else given[i] for i in found["places"]]
@@ -463,10 +420,12 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
             def expanded(residuals: Values, cotangents: Values) -> PyTree:
                 derivative = jax.tree.unflatten(found["tree"], residuals)
                 if derive is jax.vjp:
-                    full = [jnp.zeros(x.shape, x.dtype) for x in found["outs"]]
-                    return derivative(_with(full, chosen, cotangents))
-                inputs = [avals[i] for i in free]
-                return _transposed(derivative, inputs, chosen, cotangents)
+                    known = dict(zip(chosen, cotangents, strict=True))
+                    zeros = (jnp.zeros(x.shape, x.dtype) for x in found["outs"])
+                    return derivative([known.get(*x) for x in enumerate(zeros)])
+                # The user's rule is told that the others are zero.
+                linear = lambda *x: [derivative(*x)[i] for i in chosen]  # noqa: E731
+                return jax.linear_transpose(linear, *inputs)(cotangents)
 
             types = [found["outs"][i] for i in chosen]
             new = custom.trace(expanded, found["residuals"], types)
@@ -484,27 +443,23 @@ def _custom_vjp(visitor: Visitor, op: Op) -> Outcome:
 
     call = jax.custom_vjp(custom.run)
     call.defvjp(forward, lambda kept, cotangents: kept(cotangents), symbolic_zeros=True)
-    outs = list(call(*values))
-    return outs, visitor.result_facts(outs, custom.known)
+    return custom.outcome(call, op)
 
 
 def _custom_vmap(visitor: Visitor, op: Op) -> Outcome:
-    values = arrays_of(op.values)
-    custom = _CustomCall(visitor, op, values)
+    custom = _CustomCall(visitor, op)
     call = jax.custom_batching.custom_vmap(lambda *args: custom.run(*args))
 
     @call.def_vmap
     def _(size: int, batched: list[bool], *args: PyTree) -> tuple[Values, list[bool]]:
         axes = tuple(0 if is_batched else None for is_batched in batched)
-        original = lambda *args: eval_equation(op.eqn, args)  # noqa: E731
-        mapped = jax.vmap(original, axes, axis_size=size)
+        mapped = jax.vmap(custom.original, axes, axis_size=size)
         dtypes = [var.aval.dtype for var in op.eqn.invars]
         new = custom.trace(mapped, *map(with_dtype, types_of(args), dtypes))
         outs, _ = custom.visited(new, args, custom.facts)
         return cast_all(outs, custom.dtypes), [True] * len(outs)
 
-    outs = list(call(*values))
-    return outs, visitor.result_facts(outs, custom.known)
+    return custom.outcome(call, op)
 
 
 def _hi_primitive(visitor: Visitor, op: Op) -> Outcome:

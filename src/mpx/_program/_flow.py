@@ -78,7 +78,7 @@ def pull(
         bodies, start = _entered(eqn)
         for inner in bodies:
             found = pull(inner, inside, rule, join)
-            add(eqn.invars[start:], [found.get(x) for x in inner.invars])
+            add(eqn.invars[start:], [*map(found.get, open_jaxpr(inner)[0].invars)])
         if not bodies:
             add(eqn.invars, rule(eqn, outs))
     return known
@@ -97,7 +97,7 @@ def pull_inside(
     (carry, _), ((body,), _) = loop_carry(eqn), _entered(eqn)
     while True:
         found = pull(body, labels, rule, join)
-        inputs = [found.get(x) for x in body.invars[carry]]
+        inputs = [*map(found.get, open_jaxpr(body)[0].invars[carry])]
         pairs = zip(labels, inputs, strict=False)
         known = [y if x is None else x if y is None else join(x, y) for x, y in pairs]
         if known == labels[: len(known)]:
@@ -105,16 +105,15 @@ def pull_inside(
         labels[: len(known)] = known
 
 
-def _entered(eqn: Equation) -> tuple[list[Any], int]:
+def _entered(eqn: Equation) -> tuple[Sequence[Any], int]:
     """Returns the jaxprs that an equation runs, and the first operand that these get."""
     name, params = primitive_name(eqn), eqn.params
     if name in LOOPS:
-        body = open_jaxpr(params.get("jaxpr", params.get("body_jaxpr")))[0]
-        return [body], loop_carry(eqn)[1]
+        return [params.get("jaxpr", params.get("body_jaxpr"))], loop_carry(eqn)[1]
     if name == "cond":
-        return [open_jaxpr(x)[0] for x in params["branches"]], 1
+        return params["branches"], 1
     body = called(eqn)
-    return [] if body is None else [open_jaxpr(body)[0]], 0
+    return ([] if body is None else [body]), 0
 
 
 class Walk(Generic[T]):
@@ -204,26 +203,21 @@ class Flow:
         """Returns the labels of the results of an equation; of a call, those of its body."""
         if self.constant is None and all(label is None for label in ins):
             return [None] * len(eqn.outvars)
-        name, params = primitive_name(eqn), eqn.params
-        outs = self.results(eqn, ins)
-        if name in LOOPS:
-            carry, _ = loop_carry(eqn)
-            inside = self.inside_loop(eqn, ins)
-            outs = self._call(params.get("jaxpr", params.get("body_jaxpr")), inside)
-            # It may not run at all.
-            pairs = zip(inside[carry], outs, strict=False)
-            joined = [self.join(*pair) for pair in pairs]
-            return [*joined, *outs[len(joined) :]]
-        if name == "cond":
-            found = [self._call(x, ins[1:]) for x in params["branches"]]
-            return [functools.reduce(self.join, x) for x in zip(*found, strict=True)]
-        body = called(eqn)
-        return outs if body is None else self._call(body, ins)
+        outs, (bodies, start) = self.results(eqn, ins), _entered(eqn)
+        is_loop = primitive_name(eqn) in LOOPS
+        inside = self.inside_loop(eqn, ins) if is_loop else ins[start:]
+        if bodies:
+            found = [self._call(body, inside) for body in bodies]
+            outs = [functools.reduce(self.join, x) for x in zip(*found, strict=True)]
+        if is_loop:  # It may not run at all.
+            before = inside[loop_carry(eqn)[0]]
+            outs = [*map(self.join, before, outs), *outs[len(before) :]]
+        return outs
 
     def inside_loop(self, eqn: Equation, ins: list[Label]) -> list[Label]:
         """Returns the labels of the inputs of a loop's body, which hold in each step."""
-        (carry, start), params = loop_carry(eqn), eqn.params
-        body, ins = params.get("jaxpr", params.get("body_jaxpr")), ins[start:]
+        carry, ((body,), start) = loop_carry(eqn)[0], _entered(eqn)
+        ins = ins[start:]
         count = len(ins[carry])
         while True:
             outs = self._call(body, ins)

@@ -78,6 +78,7 @@ class Plan(NamedTuple):
     dead: frozenset[int]
 
 
+@dataclasses.dataclass(eq=False)
 class Frame:
     """One evaluation of a jaxpr: the value and the fact of each variable in `env`.
 
@@ -86,13 +87,12 @@ class Frame:
     trace and must not be found here.
     """
 
-    def __init__(self, jaxpr: Jaxpr = None) -> None:
-        self.jaxpr = jaxpr
-        self.plan: Plan | None = None
-        self.eqn: Equation = None  # whose turn it is
-        self.layout: Any = None  # what a visitor plans before it starts
-        self.env: dict[Any, tuple[PyTree, PyTree]] = {}
-        self.made: dict[Any, tuple[PyTree, PyTree]] = {}
+    jaxpr: Jaxpr = None
+    plan: Plan | None = None
+    eqn: Equation = None  # whose turn it is
+    layout: Any = None  # what a visitor plans before it starts
+    env: dict[Any, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
+    made: dict[Any, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def primitives(self) -> frozenset[str]:
@@ -103,15 +103,6 @@ class Frame:
     def readers(self) -> dict[Any, list[tuple[Equation, int]]]:
         """The equations that read a variable, and the position of the operand."""
         return readers(self.jaxpr.eqns)
-
-
-class Rewritten(NamedTuple):
-    """A nested jaxpr after a visit, its results' facts, `Visitor.found`, and the original."""
-
-    jaxpr: Jaxpr
-    facts: list[PyTree]
-    found: frozenset[Any]
-    source: "weakref.ref[Any]"
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -125,8 +116,9 @@ class Visitor:
 
     unknown: ClassVar[Fact] = None  # The fact of a value of which nothing is known
 
-    # Rewritten jaxprs, by what they were made from
-    cache: dict[Any, Rewritten] = dataclasses.field(default_factory=dict)
+    # Rewritten jaxprs with their results' facts, by what they were made from, with the
+    # notes in `found` and a weak reference to the original
+    cache: dict[Any, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     # Hashable notes about the whole function; a cached body restores its own
     found: set[Any] = dataclasses.field(default_factory=set)
     # The variables of what is visited, of which the frames are parts
@@ -186,7 +178,7 @@ class Visitor:
     def more_inputs(self, op: Op) -> PyTree:
         """Returns arrays that the body of an equation needs besides its operands.
 
-        Those of a scan are sliced, like its operands. Each branch of a `cond` has its own.
+        Those of a scan are sliced, like its operands.
         """
         return None
 
@@ -268,6 +260,23 @@ class Visitor:
         return self.frame.env[atom]
 
 
+def visit(
+    visitor: Visitor,
+    op: Op,
+    jaxpr: Jaxpr,
+    args: Sequence[PyTree],
+    facts: Sequence[Fact],
+    *,
+    more: PyTree = None,
+) -> Outcome:
+    """Runs a nested jaxpr in the trace that is running; returns arrays and their facts."""
+    body, consts = open_jaxpr(jaxpr)
+    scopes = visitor.scopes_inside(op.eqn, op.scopes)
+    with visitor.inside(op.eqn, more):
+        outs, known = visitor.run(body, consts, args, facts, scopes)
+    return as_results(outs, body.outvars), known
+
+
 def rewrite(
     visitor: Visitor,
     op: Op,
@@ -283,7 +292,6 @@ def rewrite(
     It is cached, so that several calls of one layer stay calls of one function, and
     forgotten with the jaxpr that it was made from: both hold arrays that were closed over.
     """
-    body, consts = open_jaxpr(jaxpr)
     cache, scopes = visitor.cache, visitor.scopes_inside(op.eqn, op.scopes)
     arrays, structure = jax.tree.flatten(more)
     more_types = [jax.typeof(x) if isinstance(x, jax.Array) else x for x in arrays]
@@ -291,20 +299,21 @@ def rewrite(
     local = visitor.cache_key(op.eqn, more)
     key = (id(jaxpr), types, structure, tuple(facts), scopes, dtypes, local)
     if local is not None and key in cache:
-        visitor.found |= cache[key].found
-        return cache[key].jaxpr, cache[key].facts
+        result, found, _ = cache[key]
+        visitor.found |= found
+        return result
     known: Facts = []
 
     def run(*args: PyTree) -> Values:
         args, rest = args[: len(avals)], args[len(avals) :]
-        with visitor.inside(op.eqn, jax.tree.unflatten(structure, rest)):
-            outs, known[:] = visitor.run(body, consts, args, facts, scopes)
-        return as_results(outs, body.outvars, dtypes)
+        more = jax.tree.unflatten(structure, rest)
+        outs, known[:] = visit(visitor, op, jaxpr, args, facts, more=more)
+        return outs if dtypes is None else cast_all(outs, dtypes)
 
     new = jax.make_jaxpr(run)(*types)
     if local is not None:
         source = weakref.ref(jaxpr, lambda _: cache.pop(key, None))
-        cache[key] = Rewritten(new, known, frozenset(visitor.found), source)
+        cache[key] = (new, known), frozenset(visitor.found), source
     return new, known
 
 
@@ -324,6 +333,18 @@ def _constant(value: PyTree, aval: Aval) -> PyTree:
     if getattr(aval, "weak_type", False):
         return jnp.asarray(np.asarray(value).item())
     return jnp.asarray(value, aval.dtype)
+
+
+def function_of(
+    func: Callable[..., PyTree], args: Sequence[PyTree], free: Sequence[int]
+) -> tuple[Callable[..., PyTree], Values]:
+    """Returns a function of some of its arguments, with the others fixed, and the former."""
+
+    def call(*chosen: PyTree) -> PyTree:
+        replaced = dict(zip(free, chosen, strict=True))
+        return func(*[replaced.get(i, x) for i, x in enumerate(args)])
+
+    return call, [args[i] for i in free]
 
 
 def cast_all(values: Sequence[PyTree], dtypes: Dtypes) -> list[PyTree]:

@@ -45,6 +45,7 @@ CROSS_ENTROPY = names(
 """The primitives of `mpx._ops._cross_entropy`."""
 GROUPED = "grouped_matmul"
 """The primitive of `mpx._ops._experts`."""
+MULTIPLIES = frozenset((*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED))
 
 SHAPE_ONLY = that("same")
 """The same numbers in another shape, order or place."""
@@ -236,12 +237,7 @@ def every_use(
     once: bool = False,
 ) -> bool:
     """Returns whether a value is used, is not returned, and each of its uses passes."""
-    uses = [
-        (eqn, position)
-        for eqn in jaxpr.eqns
-        for position, atom in enumerate(eqn.invars)
-        if atom is var
-    ]
+    uses = readers(jaxpr.eqns).get(var, [])
     for eqn, position in uses:
         around = scopes + scopes_of(eqn)
         passes = judge(eqn, position, around)
@@ -263,53 +259,54 @@ def repetitions(eqn: Equation) -> int:
     return eqn.params.get("length", 1) * math.prod(known)
 
 
-def matmul_sizes(eqn: Equation) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-    """Returns how many products a result adds up, and other sizes; they may be symbols."""
-    shapes = [var.aval.shape for var in eqn.invars[:2]]
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = list(shapes[1])
-        channels = kernel.pop(eqn.params["dimension_numbers"].rhs_spec[0])
-        return math.prod(kernel), (math.prod(shapes[0]), channels)
-    if eqn.primitive.name == GROUPED:
-        summed, free = shapes[0] if eqn.params["kind"] == "sums" else shapes[0][::-1]
-        return summed, (free, eqn.outvars[0].aval.shape[-1])
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    numbers = eqn.params["dimension_numbers"] if ragged is None else ragged
-    summed, batch = getattr(numbers, "dot_dimension_numbers", numbers)
-    first, second = [
-        math.prod([size for i, size in enumerate(shape) if i not in (*axes, *same)])
-        for shape, axes, same in zip(shapes, summed, batch, strict=True)
+class Sizes(NamedTuple):
+    """Those of matmuls (rows, summed) · (summed, columns); they may be symbols."""
+
+    rows: PyTree
+    summed: PyTree
+    columns: PyTree
+    count: PyTree = 1  # How many of these there are
+
+
+def matmul_sizes(eqn: Equation) -> Sizes:
+    """Returns the sizes of one of `MULTIPLIES`, masked parts included."""
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
+    first, second = (var.aval.shape for var in eqn.invars[:2])
+    if name in ATTENTION:
+        batch, rows, heads, size = first
+        return Sizes(rows, size, second[1], ATTENTION[name] * batch * heads)
+    if name in CROSS_ENTROPY:
+        head, wrt = params["head"], {*params.get("wrt", ())} & {0, 1}
+        # The logits, if they are not kept, and one product for each derivative.
+        count = len(wrt) + (head.kept is None or not wrt)
+        return Sizes(count * math.prod(first[:-1]), first[-1], second[head.vocab_axis])
+    if name == GROUPED:
+        # Each row is multiplied with one matrix, or added to one.
+        summed, rows = first if params["kind"] == "sums" else first[::-1]
+        return Sizes(rows, summed, out[-1])
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = params["dimension_numbers"] if ragged is None else ragged
+    if name == "conv_general_dilated":
+        results, kernel = list(out), list(second)
+        columns = results.pop(numbers.out_spec[1])
+        del kernel[numbers.rhs_spec[0]]
+        return Sizes(math.prod(results), math.prod(kernel), columns)
+    axes, batch = getattr(numbers, "dot_dimension_numbers", numbers)
+    summed = math.prod([first[axis] for axis in axes[0]])
+    if name != "dot_general":
+        # Each row belongs to one group; a sum over rows has a result for each group.
+        is_sum = ragged is not None and {*ragged.lhs_ragged_dimensions} & {*axes[0]}
+        return Sizes(math.prod(out[1:-1] if is_sum else out[:-1]), summed, out[-1])
+    rows, columns = [
+        math.prod([size for i, size in enumerate(shape) if i not in (*one, *same)])
+        for shape, one, same in zip((first, second), axes, batch, strict=True)
     ]
-    return math.prod([shapes[0][axis] for axis in summed[0]]), (first, second)
+    return Sizes(rows, summed, columns, math.prod([first[axis] for axis in batch[0]]))
 
 
 def flops(eqn: Equation) -> int:
     """Returns two operations per multiplication, also of masked parts; 0 without matmuls."""
-    name = eqn.primitive.name
-    if name in ATTENTION:
-        batch, queries, heads, size = eqn.invars[0].aval.shape
-        keys = eqn.invars[1].aval.shape[1]
-        return ATTENTION[name] * 2 * batch * heads * queries * keys * size
-    if name in CROSS_ENTROPY:
-        head, wrt = eqn.params["head"], {*eqn.params.get("wrt", ())} & {0, 1}
-        # The logits, if they are not kept, and one product for each derivative.
-        count = len(wrt) + (head.kept is None or not wrt)
-        shape = eqn.invars[1].aval.shape
-        return count * 2 * math.prod(eqn.invars[0].aval.shape) * shape[head.vocab_axis]
-    if name == GROUPED:
-        # Each row is multiplied with one matrix, or added to one.
-        columns = eqn.outvars[0].aval.shape[-1]
-        return 2 * math.prod(eqn.invars[0].aval.shape) * columns
-    if name not in MATMULS:
-        return 0
-    count = 2 * math.prod(eqn.outvars[0].aval.shape) * matmul_sizes(eqn)[0]
-    if name == "ragged_dot_general":
-        # Each row belongs to one group; a sum over rows has a result for each group.
-        ragged = eqn.params["ragged_dot_dimension_numbers"]
-        summed = ragged.dot_dimension_numbers[0][0]
-        if {*ragged.lhs_ragged_dimensions} & {*summed}:
-            return count // eqn.invars[2].aval.shape[-1]
-    return count
+    return 2 * math.prod(matmul_sizes(eqn)) if eqn.primitive.name in MULTIPLIES else 0
 
 
 def matmul_flops(
@@ -318,7 +315,7 @@ def matmul_flops(
     """Counts the operations of the matmuls of a jaxpr, as often as they run, by kind."""
     total: collections.Counter[str] = collections.Counter()
     for eqn in open_jaxpr(jaxpr)[0].eqns:
-        if eqn.primitive.name in (*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED):
+        if eqn.primitive.name in MULTIPLIES:
             total[kind(eqn)] += flops(eqn)
         inner = [matmul_flops(body, kind) for body in sub_jaxprs(eqn)]
         if eqn.primitive.name == "cond":

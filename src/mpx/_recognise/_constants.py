@@ -3,6 +3,7 @@
 Axes along which a constant was only broadcast have size 1.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -20,11 +21,10 @@ _LARGEST = 2**28
 
 def as_constant(value: PyTree, dtype: np.dtype | None) -> np.ndarray | None:
     """Returns a number or an array of the program, unless it is far away or large."""
-    is_number = dtype is not None and jnp.issubdtype(dtype, np.number)
+    is_number = dtype == np.bool_ or (dtype and jnp.issubdtype(dtype, np.number))
     is_here = getattr(value, "is_fully_addressable", True)
     is_small = getattr(value, "nbytes", 0) <= _LARGEST
-    is_known = (is_number or dtype == np.bool_) and is_here and is_small
-    return np.asarray(value, dtype) if is_known else None
+    return np.asarray(value, dtype) if is_number and is_here and is_small else None
 
 
 def compute(eqn: Equation, operands: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -40,13 +40,9 @@ def compute(eqn: Equation, operands: Sequence[np.ndarray | None]) -> np.ndarray 
 
 
 def _divide(x: PyTree, y: PyTree) -> PyTree:
-    if not np.issubdtype(x.dtype, np.integer):
-        return np.divide(x, y)
-    return None if np.any(y == 0) else np.trunc(x / y).astype(x.dtype)
-
-
-def _choose(which: PyTree, *cases: PyTree) -> PyTree:
-    return np.where(which, cases[1], cases[0]) if which.dtype == bool else None
+    if np.issubdtype(x.dtype, np.integer):
+        return None if np.any(y == 0) else np.trunc(x / y)
+    return x / y
 
 
 # The names of operations in JAX and in NumPy.
@@ -61,19 +57,18 @@ _NUMPY: dict[str, Callable[..., PyTree]] = {
     **dict.fromkeys((*SAME, "convert_element_type"), lambda x: x),
     "div": _divide,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "select_n": _choose,
+    "select_n": lambda which, *x: np.where(which, *x[::-1]) if len(x) == 2 else None,
 }
 
 
 def _elementwise(
-    eqn: Equation, out: PyTree, *operands: np.ndarray
+    func: Callable[..., PyTree], eqn: Equation, out: PyTree, *operands: np.ndarray
 ) -> np.ndarray | None:
     sizes = np.broadcast_shapes(*(x.shape for x in operands))
     if np.prod(sizes, dtype=float) * out.dtype.itemsize > _LARGEST:
         return None
-    name = eqn.primitive.name
-    more = [np.int32(eqn.params["y"])] if name == "integer_pow" else []
-    result = _NUMPY[name](*operands, *more)
+    more = [np.int32(eqn.params["y"])] if "y" in eqn.params else []  # an integer power
+    result = func(*operands, *more)
     return None if result is None else np.asarray(result).astype(out.dtype)
 
 
@@ -104,7 +99,7 @@ def _sliced(eqn: Equation, out: PyTree, x: np.ndarray) -> np.ndarray:
 
 
 RULES: dict[str, Callable[..., np.ndarray | None]] = {
-    **dict.fromkeys(_NUMPY, _elementwise),
+    **{name: functools.partial(_elementwise, func) for name, func in _NUMPY.items()},
     "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "transpose": lambda eqn, out, x: x.transpose(eqn.params["permutation"]),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import PyTree
 
 from mpx._ops._attention import causal
 from mpx._program._queries import MATMULS, has_body
@@ -25,7 +26,6 @@ from mpx._recognise._softmax import (
     Label,
     Labels,
     Meaning,
-    Scores,
     Side,
     Term,
     before_broadcast,
@@ -58,14 +58,9 @@ class Match(NamedTuple):
     labels: list[Labels]  # Those of the axes of the operands
     result: Labels  # Those of the axes of the result
     probs: Term  # The softmax
-    meaning: Meaning
+    scores: Meaning  # What it is made of
     axes: Axes  # The labels of its axes
     sizes: dict[Label, int]  # The size of each label
-
-    @property
-    def scores(self) -> Scores:
-        """The scores of the softmax."""
-        return self.meaning.scores
 
     def size(self, *labels: Label) -> int:
         """Returns the product of the sizes of labels."""
@@ -73,7 +68,10 @@ class Match(NamedTuple):
 
     @property
     def _orders(self) -> list[Labels]:
-        """The labels of queries, keys, values and result: batch, length, heads, size."""
+        """The labels of queries, keys, values and result: batch, length, heads, size.
+
+        The last are those of a bias or mask: batch, heads, rows and keys.
+        """
         batch, heads, groups, row, key = self.axes
         many = (*heads, *groups)
         return [
@@ -81,6 +79,7 @@ class Match(NamedTuple):
             (batch, (key,), heads, (SUMMED,)),
             (batch, (key,), heads, (_WIDTH,)),
             (batch, (row,), many, (_WIDTH,)),
+            (batch, many, (row,), (key,)),
         ]
 
     @property
@@ -91,22 +90,17 @@ class Match(NamedTuple):
     def laid_out(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns queries, keys and values with the axes batch, length, heads and size."""
         rows = zip(arrays, self.labels, self._orders, strict=False)
-        return [jnp.asarray(self._arranged(*row)) for row in rows]
+        return [self._arranged(*row) for row in rows]
 
     def as_result(self, out: Array) -> Array:
         """Returns attention (batch, length, heads, size) in the layout of the equation."""
-        return jnp.asarray(self._arranged(out, self._orders[3], self.result))
+        return self._arranged(out, self._orders[3], self.result)
 
-    def side(self, side: Side, x: Array | np.ndarray) -> Array | np.ndarray:
+    def side(self, side: Side, x: PyTree) -> PyTree:
         """Returns a bias or mask with the axes batch, heads, rows and keys."""
-        batch, heads, groups, row, key = self.axes
-        return self._arranged(
-            x, side.labels, (batch, (*heads, *groups), (row,), (key,))
-        )
+        return self._arranged(x, side.labels, self._orders[4])
 
-    def _arranged(
-        self, x: Array | np.ndarray, labels: Labels, order: Labels
-    ) -> Array | np.ndarray:
+    def _arranged(self, x: PyTree, labels: Labels, order: Labels) -> PyTree:
         """Splits, transposes and merges axes; a label that is missing has size 1."""
         sizes: dict[Label, int] = {}
         for size, here in zip(x.shape, labels, strict=True):
@@ -127,13 +121,12 @@ class Match(NamedTuple):
 
 def find_attention(last: Term) -> Match | None:
     """Returns the attention of which a matmul is the last operation, if it is one."""
-    known = [term.meaning for term in last.operands]
-    which = [i for i, x in enumerate(known) if x is not None and x.kind == "probs"]
-    if len(which) != 1:
+    known = [(x.meaning, i) for i, x in enumerate(last.operands) if x.meaning]
+    parts = [pair for pair in known if pair[0].kind == "probs"]
+    if len(parts) != 1:
         return None
-    (position,) = which
-    meaning, value = known[position], last.operands[1 - position]
-    assert meaning is not None
+    ((meaning, position),) = parts
+    value = last.operands[1 - position]
     summed, batch = last.params["dimension_numbers"]
     axes = _axes(meaning, summed[position], batch[position])
     # Without a bound it may overflow where the kernel does not.
@@ -149,7 +142,7 @@ def find_attention(last: Term) -> Match | None:
     labels = tuple(places.get(i, ()) for i in range(len(value.shape)))
     pair = (meaning.labels, labels)
     order = slice(None) if axes.key[0] == "rhs" else slice(None, None, -1)
-    dot = meaning.scores.dot
+    dot = meaning.dot
     return Match(
         last,
         [*dot.operands[order], value],
@@ -158,21 +151,21 @@ def find_attention(last: Term) -> Match | None:
         last.operands[position],
         meaning,
         axes,
-        {**meaning.scores.sizes, _WIDTH: value.shape[free[0]]},
+        {**meaning.sizes, _WIDTH: value.shape[free[0]]},
     )
 
 
 def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes | None:
     """Returns the roles of the labels, if a product over these axes is attention."""
-    scores, labels = meaning.scores, meaning.labels
+    sizes, labels = meaning.sizes, meaning.labels
     keys = {label for axis in summed for label in labels[axis]}
     if len(summed) != 1 or len(keys) != 1 or keys != meaning.summed:
         return None
     (key,) = keys
     side = {"lhs": "rhs", "rhs": "lhs"}.get(key[0])
-    free = [x for x in scores.sizes if x[0] == side]
-    shared = [x for x in scores.sizes if x[0] == "batch"]
-    others = [x for x in scores.sizes if x[0] == key[0] and x != key]
+    free = [x for x in sizes if x[0] == side]
+    shared = [x for x in sizes if x[0] == "batch"]
+    others = [x for x in sizes if x[0] == key[0] and x != key]
     given = [labels[axis] for axis in batch]
     if not free or others or any(len(x) > 1 for x in given):
         return None
@@ -180,16 +173,13 @@ def _axes(meaning: Meaning, summed: Sequence[int], batch: Sequence[int]) -> Axes
         return None
 
     def is_row(label: Label) -> tuple[bool, bool, int]:
-        size = scores.sizes[label]
-        pairs = (
-            x for m in scores.masks for x in zip(m.labels, m.term.shape, strict=True)
-        )
-        masked = any(label in here and count != 1 for here, count in pairs)
-        return masked, size == scores.sizes[key], size
+        pairs = [zip(x.labels, x.term.shape, strict=True) for x in meaning.masks]
+        masked = any(label in x and n != 1 for pair in pairs for x, n in pair)
+        return masked, sizes[label] == sizes[key], sizes[label]
 
     row = max(free, key=is_row)
     # Heads come after the length in memory, or they are the last batch axis.
-    _, places = scores.dot.params["dimension_numbers"]
+    _, places = meaning.dot.params["dimension_numbers"]
     mine = places[0 if side == "lhs" else 1]
     after = [x for x in shared if mine[x[1]] > row[1]]
     heads = after or (shared[-1:] if len(shared) > 1 else [])
@@ -209,8 +199,9 @@ _ROUTING = ("top_k", "sort", "argmax", "gather")
 
 def reason_for_miss(last: Term) -> str | None:
     """Returns what keeps a matmul from being attention, if it is nearly one."""
-    known = [x.meaning for x in last.operands if x.meaning is not None]
-    probs = [x for x in known if x.kind == "probs"]
+    probs = [
+        x.meaning for x in last.operands if x.meaning and x.meaning.kind == "probs"
+    ]
     if probs:
         return None if all(x.is_bounded for x in probs) else _NO_SHIFT
     is_other = lambda x: x.meaning is None and x.name not in ("", "dot_general")  # noqa: E731
@@ -218,7 +209,7 @@ def reason_for_miss(last: Term) -> str | None:
     readers = [x for x in terms if is_other(x)]
     names = {x.name for x in readers}
     for term in readers:
-        kinds = {x.meaning.kind for x in term.operands if x.meaning is not None}
+        kinds = {x.meaning.kind for x in term.operands if x.meaning}
         if "probs" in kinds and term.name not in _ROUTING:
             what = "dropout" if names & _RANDOM else term.name
             return f"{what} between softmax and values"
@@ -239,11 +230,10 @@ class Masks(NamedTuple):
     Constants are arrays with the axes batch, heads, rows and keys.
     """
 
-    is_causal: bool = False  # Whether a query sees the keys up to its own position only
-    # The number of keys that it sees to the left and to the right
-    window: tuple[int, int] | None = None
-    biases: Sequence[Side | np.ndarray] = ()
-    masks: Sequence[Side | np.ndarray] = ()  # `True` for keys that are seen
+    is_causal: bool  # Whether a query sees the keys up to its own position only
+    window: tuple[int, int] | None  # How many it sees to the left and to the right
+    biases: Sequence[Side | np.ndarray]
+    masks: Sequence[Side | np.ndarray]  # `True` for keys that are seen
     # The probability of each key in a row in which all is masked; `None` if there is no
     # such row
     empty: float | None = None
@@ -278,11 +268,10 @@ class Masks(NamedTuple):
 
 def masks_of(match: Match) -> Masks | str:
     """Returns what the kernel is told of masks and biases, or why it cannot be told."""
-    masks, biases = [], []
-    constants: list[np.ndarray] = []  # masks, or biases that are masks
-    bias: np.ndarray | None = None  # the sum of those that are none
-    sides = match.scores.sides
-    fills = [side.fill for side in match.scores.masks]
+    sides, given = match.scores.sides, match.scores.masks
+    masks, biases, constants = [], [], []
+    bias: np.ndarray | None = None  # the sum of constants that are no masks
+    fills = [side.fill for side in given]
     for side in (part for x in sides for part in _parts(x)):
         value = _laid_out(match, side)
         if value is None:
@@ -295,11 +284,6 @@ def masks_of(match: Match) -> Masks | str:
             constants.append(value)
             fills.append(float(value[value < 0].max()))
     mask, form, has_empty_rows = _pattern(match, constants)
-    found = Masks(
-        *(form or (False, None)),
-        [*biases, *([] if bias is None else [bias])],
-        [*masks, *([] if form else [mask])],
-    )
     used = (x.constant for side in biases for x in origins(side.term))
     if len(sides) > 1 and any(map(is_low, used)):
         return "a bias that seems to be a mask, beside others"
@@ -307,16 +291,17 @@ def masks_of(match: Match) -> Masks | str:
     largest = max(largest, _BIASES) if biases else largest
     if any(fill > -largest for fill in fills):
         return "a bias may be as large as what masks make of the scores"
+    known = [*biases, *([] if bias is None else [bias])]
+    found = Masks(*(form or (False, None)), known, [*masks, *([] if form else [mask])])
     if not masks and not has_empty_rows:
         return found
     # What rows become in which everything is masked.
-    empty = match.meaning.empty
-    is_added = any(side.is_added for side in match.scores.masks)
+    empty, is_added = match.scores.empty, any(side.is_added for side in given)
     if (
         empty is None
         or np.isinf(empty)  # times values of both signs
         or any(x.dtype != bool for x in constants)
-        or (is_added and (len(match.scores.masks) > 1 or biases))
+        or (is_added and (len(given) > 1 or biases))
     ):
         return "rows may be masked entirely, by masks of different kinds"
     return found._replace(empty=empty, is_added=is_added)
@@ -340,20 +325,15 @@ def _laid_out(match: Match, side: Side) -> np.ndarray | None:
 
     A mask is `True` for what is kept, a bias is multiplied by its factor.
     """
-    value = side.term.constant
-    if value is None:
+    if side.term.constant is None:
         return None
-    memo = match.last.program.memo
-    key = id(value), side.kind, side.keeps, side.factor, side.labels, match.axes
+    memo, key = match.last.program.memo, (side, match.axes)
     if key not in memo:
-        x = np.asarray(match.side(side, value))
+        x = np.asarray(match.side(side, side.term.constant))
         x = x[:1] if (x == x[:1]).all() else x
         x = x[:, :1] if (x == x[:, :1]).all() else x
-        if side.kind == "mask":
-            x = x == side.keeps
-        else:
-            x = (x.astype(np.float32) * side.factor).astype(np.float32)
-        memo[key] = x
+        is_mask, factor = side.kind == "mask", np.float32(side.factor)
+        memo[key] = x == side.keeps if is_mask else x.astype(np.float32) * factor
     return memo[key]
 
 
@@ -378,15 +358,13 @@ def _pattern(
 def _form(mask: np.ndarray, rows: int, keys: int) -> Form | None:
     if mask.shape != (1, 1, rows, keys):
         return None
-    mask = mask[0, 0]
-    here = np.tril(np.ones((rows, keys), bool))
-    if np.array_equal(mask, here):
+    here, left = np.tril(np.ones((rows, keys), bool)), int(mask[0, 0, -1].sum()) - 1
+    if np.array_equal(mask[0, 0], here):
         return True, None
-    left = int(mask[-1].sum()) - 1
-    is_window = rows == keys and left >= 0
-    if is_window and np.array_equal(mask, here & ~np.tril(here, -left - 1)):
-        return True, (left, 0)
-    return None
+    if rows != keys or left < 0:
+        return None
+    is_window = np.array_equal(mask[0, 0], here & ~np.tril(here, -left - 1))
+    return (True, (left, 0)) if is_window else None
 
 
 def _parts(side: Side) -> Iterator[Side]:
@@ -412,10 +390,9 @@ def _parts(side: Side) -> Iterator[Side]:
 
 def _truth(operands: Sequence[Term]) -> Term | None:
     """Returns the booleans that are compared with 0 as numbers."""
-    if operands[1].scalar != 0.0 or operands[0].name != "convert_element_type":
-        return None
-    source = operands[0].operands[0]
-    return source if source.aval.dtype == np.bool_ else None
+    is_cast = operands[0].name == "convert_element_type" and operands[1].scalar == 0.0
+    source = operands[0].operands[0] if is_cast else None
+    return source if source and source.aval.dtype == np.bool_ else None
 
 
 def fill_empty_rows(

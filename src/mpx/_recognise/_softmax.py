@@ -15,6 +15,7 @@ A row in which everything is masked has one score, the fill. What its other part
 on how the softmax is written: a mean, nan or 0. Each meaning carries that number along.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._jax._compat import Literal as Number
 from mpx._jax._compat import is_tracer
 from mpx._program._flow import propagate
-from mpx._program._interpreter import Aval, Jaxpr
+from mpx._program._interpreter import Jaxpr
 from mpx._program._queries import Equation
 from mpx._recognise._constants import RULES, SAME, as_constant, compute
 
@@ -46,29 +46,28 @@ ABSORBING = -1e20
 """Adding this or less to a score leaves nothing of the score in f32."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Term:
-    """A value of a jaxpr, and what is known of it; inputs and numbers have no equation."""
+    """A value of a jaxpr, and what is known of it; inputs and numbers have no equation.
 
-    def __init__(
-        self,
-        program: "Program",
-        atom: Any,
-        eqn: Equation | None = None,
-        operands: "Sequence[Term]" = (),
-        *,
-        value: PyTree = None,
-    ) -> None:
-        self.program, self.atom = program, atom
-        self.eqn: Any = eqn
-        self.operands, self.value = operands, value
-        self.aval: Aval = atom.aval
-        self.shape: tuple[int, ...] = tuple(getattr(atom.aval, "shape", ()))
+    Constants that are computed in the same way are one term.
+    """
+
+    program: "Program"
+    atom: Any
+    eqn: Any = None
+    operands: "Sequence[Term]" = ()
+    value: PyTree = None
+
+    def __post_init__(self) -> None:
+        eqn, self.aval = self.eqn, self.atom.aval
+        self.shape: tuple[int, ...] = tuple(getattr(self.aval, "shape", ()))
         self.params: dict[str, PyTree] = {} if eqn is None else eqn.params
         self.name: str = "" if eqn is None else eqn.primitive.name
         if eqn is None:
-            self.is_fixed = value is not None and not is_tracer(value)
+            self.is_fixed = self.value is not None and not is_tracer(self.value)
         else:
-            self.is_fixed = all([x.is_fixed for x in operands]) and not eqn.effects
+            self.is_fixed = not eqn.effects and all([x.is_fixed for x in self.operands])
         self.meaning = _meaning(self)
 
     @functools.cached_property
@@ -76,26 +75,9 @@ class Term:
         """Its value if it depends on no input and is easy to compute."""
         if not self.is_fixed or not (self.eqn is None or self.name in RULES):
             return None
-        known, key = self.program.constants, self._key
-        if key not in known and self.eqn is None:
-            known[key] = as_constant(self.value, getattr(self.aval, "dtype", None))
-        elif key not in known:
-            known[key] = compute(self.eqn, [x.constant for x in self.operands])
-        return known[key]
-
-    @functools.cached_property
-    def _key(self) -> int:
-        """A number that is the same for constants that are computed in the same way."""
-        described: Any
-        if isinstance(self.atom, Number):
-            described = str(self.value), str(self.aval)
-        elif self.eqn is None:
-            described = id(self.value)
-        else:
-            operands = tuple(operand._key for operand in self.operands)
-            described = self.name, str(self.aval), str(self.params), operands
-        keys = self.program.keys
-        return keys.setdefault(described, len(keys))
+        if self.eqn is None:
+            return as_constant(self.value, getattr(self.aval, "dtype", None))
+        return compute(self.eqn, [x.constant for x in self.operands])
 
     @property
     def scalar(self) -> float | None:
@@ -123,29 +105,16 @@ class Side(NamedTuple):
     is_added: bool = False
 
 
-class Scores(NamedTuple):
-    """Scaled products of a matmul with biases and masks."""
+class Meaning(NamedTuple):
+    """The meaning of a term: a part of a softmax of scaled products with biases and masks."""
 
+    kind: Kind  # Which part it is
+    labels: Labels  # The labels of each axis
     dot: Term  # The term of the matmul
     sizes: dict[Label, int]  # The size of each label
     scale: float = 1.0  # The factor of the products
     # Biases and masks in the order in which they were applied
     sides: tuple[Side, ...] = ()
-
-    @property
-    def masks(self) -> tuple[Side, ...]:
-        return tuple(side for side in self.sides if side.kind == "mask")
-
-    def with_side(self, side: Side) -> "Scores":
-        return self._replace(sides=(*self.sides, side))
-
-
-class Meaning(NamedTuple):
-    """The meaning of a term."""
-
-    kind: Kind  # Which part of a softmax it is
-    scores: Scores  # The scores of that softmax
-    labels: Labels  # The labels of each axis
     # The labels over which the maximum was taken that was subtracted, or that it is
     shift: frozenset[Label] | None = None
     exp: Term | None = None  # The exponentials that it is made from
@@ -159,34 +128,48 @@ class Meaning(NamedTuple):
         """Whether no exponential can overflow, and not all of a sum underflow."""
         return bool(self.summed) and self.shift == self.summed
 
+    @property
+    def masks(self) -> list[Side]:
+        return [side for side in self.sides if side.kind == "mask"]
+
 
 class Program:
     """A jaxpr as terms; nothing is run or changed by looking."""
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[PyTree]) -> None:
-        self.keys: dict[Any, int] = {}  # of constants, by how they are computed
-        self.constants: dict[int, np.ndarray | None] = {}
         self.memo: dict[Any, Any] = {}  # layers have masks in common
         self.products: list[Term] = []  # in their order
         terms = {x: Term(self, x) for x in jaxpr.invars}
         pairs = zip(jaxpr.constvars, consts, strict=True)
-        terms |= {x: Term(self, x, value=value) for x, value in pairs}
+        terms |= {x: self._shared(Term(self, x, value=y), id(y)) for x, y in pairs}
 
         def rule(eqn: Equation, operands: list[Term]) -> Sequence[Term]:
             outs = [Term(self, x, eqn, operands) for x in eqn.outvars]
             self.products += outs if eqn.primitive.name == "dot_general" else []
-            return outs
+            if eqn.primitive.name not in RULES or not outs[0].is_fixed:
+                return outs
+            return [self._shared(outs[0], eqn.primitive, str(eqn.params), *operands)]
 
-        propagate(jaxpr, terms, rule, lambda x: Term(self, x, value=x.val))
+        def number(atom: Any) -> Term:
+            return self._shared(Term(self, atom, value=atom.val), str(atom.val))
+
+        propagate(jaxpr, terms, rule, number)
+
+    def _shared(self, term: Term, *how: object) -> Term:
+        """Returns a constant, or that which was computed before in the same way."""
+        return self.memo.setdefault((str(term.aval), *how), term)
 
 
 def _meaning(term: Term) -> Meaning | None:
     rule = _RULES.get(term.name)
     if rule is None or str(getattr(term.aval, "dtype", "")) not in _FLOATS:
         return None
-    known = [x.meaning for x in term.operands]
-    is_known = any([x is not None for x in known])
-    return rule(term, known) if is_known or term.name == "dot_general" else None
+    if term.name == "dot_general" and term.params["dimension_numbers"][0][0]:
+        return _scores(term)
+    known = [(x.meaning, i) for i, x in enumerate(term.operands) if x.meaning]
+    if len(known) == 2 and len(term.operands) == 2:
+        return _joined(term, known[0][0], known[1][0])
+    return rule(term, *known[0]) if len(known) == 1 else None
 
 
 def reach(starts: Sequence[Term], enters: Callable[[Term], bool]) -> Iterator[Term]:
@@ -203,8 +186,8 @@ def reach(starts: Sequence[Term], enters: Callable[[Term], bool]) -> Iterator[Te
 def history(probs: Term) -> list[Term]:
     """Returns the terms from the matmul of the scores to a part of their softmax."""
     assert probs.meaning is not None
-    dot = probs.meaning.scores.dot
-    is_part = lambda x: x.meaning is not None and x.meaning.scores.dot is dot  # noqa: E731
+    dot = probs.meaning.dot
+    is_part = lambda x: x.meaning is not None and x.meaning.dot is dot  # noqa: E731
     found = reach([probs], lambda x: is_part(x) and x is not dot)
     return [x for x in found if is_part(x)]
 
@@ -237,25 +220,22 @@ def product_labels(term: Term, left: Labels, right: Labels) -> Labels:
     return tuple(found)
 
 
-def _dot(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    summed, batch = term.params["dimension_numbers"]
-    if summed[0]:
-        if len(summed[0]) != 1:
-            return None
-        sides = operand_labels(term)
-        sizes = {
-            label: size
-            for labels, x in zip(sides, term.operands, strict=True)
-            for here, size in zip(labels, x.shape, strict=True)
-            for label in here
-        }
-        return Meaning("scores", Scores(term, sizes), product_labels(term, *sides))
-    # Hugging Face multiplies weights by a mask of heads.
-    found = [(i, x) for i, x in enumerate(known) if x is not None]
-    if len(found) != 1:
+def _scores(term: Term) -> Meaning | None:
+    if len(term.params["dimension_numbers"][0][0]) != 1:
         return None
-    ((position, source),) = found
-    ones = term.operands[1 - position]
+    sides = operand_labels(term)
+    sizes = {
+        label: size
+        for labels, x in zip(sides, term.operands, strict=True)
+        for here, size in zip(labels, x.shape, strict=True)
+        for label in here
+    }
+    return Meaning("scores", product_labels(term, *sides), term, sizes)
+
+
+def _times_ones(term: Term, source: Meaning, position: int) -> Meaning | None:
+    """Returns the meaning of a product without a sum: Hugging Face has a mask of heads."""
+    ones, (_, batch) = term.operands[1 - position], term.params["dimension_numbers"]
     if ones.scalar != 1.0 or len(ones.shape) != len(batch[0]):
         return None
     pair = [source.labels, ((),) * len(ones.shape)]
@@ -278,7 +258,7 @@ def _broadcast(term: Term, source: Meaning) -> Labels | None:
 
 
 def _reshaped(term: Term, source: Meaning) -> Labels | None:
-    sizes, given = source.scores.sizes, term.operands[0].shape
+    sizes, given = source.sizes, term.operands[0].shape
     is_row = any(n != 1 and not x for n, x in zip(given, source.labels, strict=True))
     if is_row or term.params.get("dimensions") is not None:
         return None  # a row that was broadcast
@@ -305,9 +285,7 @@ _RELABEL: dict[str, Callable[[Term, Meaning], Labels | None]] = {
 }
 
 
-def _layout(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    assert source is not None
+def _layout(term: Term, source: Meaning, _: int) -> Meaning | None:
     if term.name == "stop_gradient" and source.kind != "max":
         return None  # other parts need their gradient
     relabel = _RELABEL.get(term.name)
@@ -333,7 +311,7 @@ def _number(
 
 def _scaled(source: Meaning, factor: float) -> Meaning | None:
     sides = []
-    for side in source.scores.sides:
+    for side in source.sides:
         if side.kind == "bias":
             side = side._replace(factor=side.factor * factor)
         else:
@@ -342,24 +320,20 @@ def _scaled(source: Meaning, factor: float) -> Meaning | None:
                 return None
             side = side._replace(fill=fill)
         sides.append(side)
-    scale = source.scores.scale * factor
-    scores = source.scores._replace(scale=scale, sides=tuple(sides))
-    empty = _number(np.multiply, source.empty, factor)
-    return source._replace(scores=scores, empty=empty)
+    scale, empty = source.scale * factor, _number(np.multiply, source.empty, factor)
+    return source._replace(scale=scale, sides=tuple(sides), empty=empty)
 
 
-def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
+def _affine(term: Term, source: Meaning, position: int) -> Meaning | None:
     """Returns the meaning of scores with a number multiplied, or a value added."""
-    (position,) = (i for i, x in enumerate(known) if x is not None)
-    source, other = known[position], term.operands[1 - position]
-    assert source is not None
+    other, is_sum = term.operands[1 - position], term.name not in ("mul", "div")
     is_reversed = term.name in ("sub", "div") and position != 0
     is_broadcast = term.operands[position].shape != term.shape
     is_scores = source.kind == "scores" and source.shift is None
     if not is_scores or is_reversed or is_broadcast:
         return None
     number = other.scalar
-    if term.name in ("mul", "div"):
+    if not is_sum:
         if number is None or not math.isfinite(number) or number == 0:
             return None
         return _scaled(source, number if term.name == "mul" else 1 / number)
@@ -368,11 +342,10 @@ def _affine(term: Term, known: list[Meaning | None]) -> Meaning | None:
     if len(other.shape) != len(term.shape):  # axes of size 1 are broadcast
         return None
     origin = before_broadcast(other, source.labels)
-    bias = Side("bias", *origin, factor=-1.0 if term.name == "sub" else 1.0)
-    mask, empty = _as_mask(bias), None
-    if mask is not None and not source.scores.masks:
-        empty = mask.fill
-    return source._replace(scores=source.scores.with_side(mask or bias), empty=empty)
+    side = Side("bias", *origin, factor=-1.0 if term.name == "sub" else 1.0)
+    mask = _as_mask(side)
+    empty = mask.fill if mask is not None and not source.masks else None
+    return source._replace(sides=(*source.sides, mask or side), empty=empty)
 
 
 def before_broadcast(term: Term, labels: Labels) -> tuple[Term, Labels]:
@@ -402,51 +375,45 @@ def _as_mask(bias: Side) -> Side | None:
     return Side("mask", which, labels, keeps=keeps, fill=fill, is_added=True)
 
 
-def _selected(term: Term, known: list[Meaning | None]) -> Meaning | None:
+def _selected(term: Term, source: Meaning, position: int) -> Meaning | None:
     """Returns the meaning of a part of a softmax of which some elements are replaced."""
-    found = [i for i, x in enumerate(known) if x is not None]
-    if len(known) != 3 or found not in ([1], [2]):
+    which, *cases = term.operands
+    if len(cases) != 2 or which.aval.dtype != np.bool_ or which.shape != term.shape:
         return None
-    (position,) = found
-    source, which = known[position], term.operands[0]
-    fill = term.operands[3 - position].scalar
-    is_mask = which.aval.dtype == np.bool_ and which.shape == term.shape
-    if source is None or fill is None or not is_mask:
+    fill = cases[2 - position].scalar
+    if fill is None:
         return None
-    scores = source.scores
     origin = before_broadcast(which, source.labels)
     side = Side("mask", *origin, keeps=position == 2, fill=fill)
     if source.kind == "scores" and fill <= MASKED and source.shift is None:
-        empty = fill if not scores.masks or source.empty == fill else None
-        return source._replace(scores=scores.with_side(side), empty=empty)
+        empty = fill if not source.masks or source.empty == fill else None
+        return source._replace(sides=(*source.sides, side), empty=empty)
     # A mask of the exponentials alone is no mask of the scores: the largest score, which
     # is subtracted, may be a masked one.
-    before = [x._replace(fill=0.0, is_added=False) for x in scores.masks]
-    if source.kind in ("exp", "probs") and fill == 0.0 and before == [side]:
-        return source._replace(empty=0.0)
-    return None
+    before = [x._replace(fill=0.0, is_added=False) for x in source.masks]
+    is_same = source.kind in ("exp", "probs") and fill == 0.0 and before == [side]
+    return source._replace(empty=0.0) if is_same else None
 
 
 # --- Softmax --------------------------------------------------------------------------
 
 
-def _arithmetic(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    first, second = known
-    if first is None or second is None:
-        return _affine(term, known)
+def _joined(term: Term, first: Meaning, second: Meaning) -> Meaning | None:
+    """Returns the meaning of a value that is computed from two parts of a softmax."""
     if first.kind == second.kind == "scores" and term.name in ("add", "sub"):
         # A bias that comes out of a matmul, as one of pairs or positions, has fewer batch
         # axes.
-        counts = [sum(x[0] == "batch" for x in y.scores.sizes) for y in (first, second)]
-        scores = [first, None] if counts[0] > counts[1] else [None, second]
-        return _affine(term, scores) if counts[0] != counts[1] else None
+        one, other = (sum(x[0] == "batch" for x in y.sizes) for y in (first, second))
+        scores = (first, 0) if one > other else (second, 1)
+        return _affine(term, *scores) if one != other else None
     if term.operands[0].shape != term.shape or not _aligned(first, second):
         return None
     parts = term.name, first.kind, second.kind
-    if parts == ("sub", "scores", "max") and first.scores == second.scores:
+    same = first.dot, first.scale, first.sides
+    if parts == ("sub", "scores", "max") and first.shift is None:
         empty = _number(np.subtract, first.empty, second.empty)
-        is_first = first.shift is None
-        return first._replace(shift=second.shift, empty=empty) if is_first else None
+        is_own = same == (second.dot, second.scale, second.sides)
+        return first._replace(shift=second.shift, empty=empty) if is_own else None
     if parts == ("div", "exp", "sum") and first.exp is second.exp:
         empty = _number(np.divide, first.empty, second.empty)
         return second._replace(kind="probs", labels=first.labels, empty=empty)
@@ -463,45 +430,40 @@ def _aligned(first: Meaning, second: Meaning) -> bool:
     return all(not y or x == y for x, y in pairs)
 
 
-def _reduced(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    assert source is not None
+def _reduced(term: Term, source: Meaning, _: int) -> Meaning | None:
     axes = {int(axis) for axis in term.params["axes"]}
     gone = frozenset(label for axis in axes for label in source.labels[axis])
     labels = tuple(x for i, x in enumerate(source.labels) if i not in axes)
     if (term.name, source.kind) == ("reduce_sum", "exp"):
-        count = math.prod(source.scores.sizes[x] for x in gone)
-        empty = _number(np.multiply, source.empty, count)
+        empty = _number(
+            np.multiply, source.empty, math.prod(source.sizes[x] for x in gone)
+        )
         return source._replace(kind="sum", labels=labels, summed=gone, empty=empty)
     if (term.name, source.kind, source.shift) == ("reduce_max", "scores", None):
         return source._replace(kind="max", labels=labels, shift=gone)
     return None
 
 
-def _max(term: Term, known: list[Meaning | None]) -> Meaning | None:
+def _max(term: Term, source: Meaning, position: int) -> Meaning | None:
     """Returns the meaning of `max(-inf, row)`, which `jnp.max(initial=)` writes."""
-    found = [x for x in known if x is not None]
-    number = term.operands[0 if known[0] is None else 1].scalar
-    is_row = len(found) == 1 and found[0].kind == "max" and number == -math.inf
-    return found[0] if is_row else None
+    is_lowest = term.operands[1 - position].scalar == -math.inf
+    return source if source.kind == "max" and is_lowest else None
 
 
-def _exp(term: Term, known: list[Meaning | None]) -> Meaning | None:
-    (source,) = known
-    if source is None or source.kind != "scores":
+def _exp(term: Term, source: Meaning, _: int) -> Meaning | None:
+    if source.kind != "scores":
         return None
-    empty = _number(np.exp, source.empty)
-    return source._replace(kind="exp", exp=term, empty=empty)
+    return source._replace(kind="exp", exp=term, empty=_number(np.exp, source.empty))
 
 
-_RULES: dict[str, Callable[[Term, list[Meaning | None]], Meaning | None]] = {
-    "dot_general": _dot,
+_RULES: dict[str, Callable[[Term, Meaning, int], Meaning | None]] = {
+    "dot_general": _times_ones,
     **dict.fromkeys((*_RELABEL, "convert_element_type", *SAME), _layout),
-    **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _arithmetic),
+    **dict.fromkeys(("mul", "div", "add", "sub", "add_any"), _affine),
     "select_n": _selected,
     "reduce_max": _reduced,
     "reduce_sum": _reduced,
     "max": _max,
     "exp": _exp,
 }
-"""Returns the meaning of a term from those of its operands, of which one has one at least."""
+"""Returns the meaning of a term from that of its only operand with one, at a position."""

@@ -20,6 +20,8 @@ CHUNK = 2**26
 FEWEST = 8
 """The least number of chunks on several devices, which may not share the work after all."""
 _MULTIPLE = 128
+Pair = tuple[Sequence[int], Sequence[int]]
+"""The axes of both operands of a product over which it sums."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +50,24 @@ class Head:
         if not self.may_keep or self.devices > 1:
             return self
         head = dataclasses.replace(self, kept=self.dtype)
-        return head if Chunks(head, hidden, weight).kept else self
+        return head if Chunks(head, Operands(hidden, weight)).kept else self
+
+
+class Operands(NamedTuple):
+    """What logits are computed from, and the labels at which they are read."""
+
+    hidden: PyTree  # Hidden states (..., features)
+    weight: PyTree  # The weight (features, vocabulary) or (vocabulary, features)
+    bias: PyTree = None  # The bias (vocabulary), or `None`
+    labels: PyTree = None  # Labels (...). One outside the vocabulary chooses 0.
 
 
 class Chunks:
     """The chunks of one head."""
 
-    def __init__(self, head: Head, hidden: PyTree, weight: PyTree) -> None:
-        self.axis = head.vocab_axis
+    def __init__(self, head: Head, operands: Operands) -> None:
+        hidden, weight, self.bias, self.labels = operands
+        self.head, self.weight, self.axis = head, weight, head.vocab_axis
         vocabulary = weight.shape[self.axis]
         tokens = math.prod(hidden.shape[:-1])
         # The vocabulary has equal parts. Each chunk has a share of each part, so that
@@ -82,16 +94,12 @@ class Chunks:
 
     def take(self, x: Array, start: ArrayLike, size: int, axis: int) -> Array:
         """Returns a chunk of an array along its axis of the vocabulary."""
-        if self.shards == 1:
-            return lax.dynamic_slice_in_dim(x, start, size, axis)
         parts = lax.dynamic_slice_in_dim(self._parts(x, axis), start, size, axis + 1)
         shape = (*x.shape[:axis], self.shards * size, *x.shape[axis + 1 :])
         return jnp.reshape(parts, shape)
 
     def put(self, x: Array, chunk: Array, start: ArrayLike, axis: int) -> Array:
         """Returns an array with one chunk replaced."""
-        if self.shards == 1:
-            return lax.dynamic_update_slice_in_dim(x, chunk, start, axis)
         parts, new = self._parts(x, axis), self._parts(chunk, axis)
         parts = lax.dynamic_update_slice_in_dim(parts, new, start, axis + 1)
         return parts.reshape(x.shape)
@@ -100,11 +108,12 @@ class Chunks:
         shape = (*x.shape[:axis], self.shards, -1, *x.shape[axis + 1 :])
         return jnp.reshape(x, shape)
 
-    def is_label(self, labels: Array, start: ArrayLike, size: int) -> Array:
+    def is_label(self, start: ArrayLike, size: int) -> Array:
         """Returns which entries of a chunk are the labels of the tokens."""
         first = jnp.arange(self.shards, dtype=jnp.int32)[:, None] * self.part
         entries = (first + jnp.arange(size, dtype=jnp.int32)[None] + start).reshape(-1)
-        return labels[..., None] == jnp.expand_dims(entries, range(labels.ndim))
+        entries = jnp.expand_dims(entries, range(self.labels.ndim))
+        return self.labels[..., None] == entries
 
     def over(
         self, step: Callable[..., PyTree], carry: PyTree, xs: PyTree = None
@@ -122,54 +131,56 @@ class Chunks:
         join = lambda ys, y: jnp.concatenate([ys, y[None]])  # noqa: E731
         return carry, jax.tree.map(join, ys, y)
 
+    def dot(self, a: Array, b: Array, axes: Pair) -> Array:
+        """Multiplies operands of the compute dtype, summed over some axes in f32."""
+        head, wide = self.head, self.head.wide
+        options = {"precision": head.precision, "preferred_element_type": wide}
+        product = lambda a, b: lax.dot_general(a, b, (axes, ((), ())), **options)  # noqa: E731
+        if head.dtype == wide:
+            return product(a, b)
+        # XLA has no such matmul on CPUs for all shapes. The products are the same.
+        on_cpu = lambda a, b: product(a.astype(wide), b.astype(wide))  # noqa: E731
+        return lax.platform_dependent(a, b, cpu=on_cpu, default=product)
 
-class Operands(NamedTuple):
-    """What logits are computed from, and the labels at which they are read."""
+    def weights(self, start: ArrayLike, size: int) -> Array:
+        """Returns a chunk of the weight in the compute dtype."""
+        part = self.take(self.weight, start, size, self.axis)
+        return convert_dtype(part, self.head.dtype)
 
-    hidden: PyTree  # Hidden states (..., features)
-    weight: PyTree  # The weight (features, vocabulary) or (vocabulary, features)
-    bias: PyTree  # The bias (vocabulary), or `None`
-    labels: PyTree  # Labels (...). One outside the vocabulary chooses 0.
+    def logits(self, low: Array, part: Array, start: ArrayLike, size: int) -> Array:
+        """Returns the logits of a chunk, given its part of the weight."""
+        cap = self.head.soft_cap
+        logits = self.dot(low, part, ((low.ndim - 1,), (1 - self.axis,)))
+        if self.bias is not None:
+            bias = self.take(self.bias, start, size, 0).astype(self.head.wide)
+            logits += jnp.expand_dims(bias, range(logits.ndim - 1))
+        if cap is not None:
+            # Excluded words stay so.
+            is_out, capped = jnp.isneginf(logits), cap * jnp.tanh(logits / cap)
+            logits = jnp.where(is_out, logits, capped)
+        return logits
 
+    # Logits that are kept are where their gradient goes, in their own bits.
 
-def _dot(
-    head: Head, a: Array, b: Array, axes: tuple[Sequence[int], Sequence[int]]
-) -> Array:
-    """Multiplies operands of the compute dtype, summed over some axes in f32."""
-    product = functools.partial(
-        lax.dot_general,
-        dimension_numbers=(axes, ((), ())),
-        precision=head.precision,
-        preferred_element_type=head.wide,
-    )
-    if head.dtype == head.wide:
-        return product(a, b)
-    # XLA has no such matmul on CPUs for all shapes. The products are the same.
-    wide = lambda a, b: product(a.astype(head.wide), b.astype(head.wide))  # noqa: E731
-    return lax.platform_dependent(a, b, cpu=wide, default=product)
+    def _place(self, start: ArrayLike, size: int) -> tuple[Any, Any]:
+        shape, position = (self.kept // self.words, size), (np.int32(0), start)
+        return (shape[::-1], position[::-1]) if self.axis == 0 else (shape, position)
 
+    def store(self, room: Array, part: Array, start: ArrayLike) -> Array:
+        """Returns the array of kept logits with those of a chunk."""
+        shape, position = self._place(start, part.shape[1])
+        bits = part.astype(self.head.kept).reshape(-1, self.words)
+        bits = bits if self.words > 1 else bits[:, 0]
+        stored = lax.bitcast_convert_type(bits, room.dtype).reshape(shape)
+        return lax.dynamic_update_slice(room, stored, position)
 
-def _parts(
-    head: Head, chunks: Chunks, operands: Operands, start: ArrayLike, size: int
-) -> tuple[Array, Array | None]:
-    """Returns the parts of the weight, in the compute dtype, and of the bias."""
-    weight = chunks.take(operands.weight, start, size, chunks.axis)
-    bias = operands.bias
-    some = None if bias is None else chunks.take(bias, start, size, 0)
-    return convert_dtype(weight, head.dtype), some
-
-
-def _logits(head: Head, low: Array, weight: Array, bias: Array | None) -> Array:
-    """Returns the logits of a chunk from its part of the weight and of the bias."""
-    logits = _dot(head, low, weight, ((low.ndim - 1,), (1 - head.vocab_axis,)))
-    if bias is not None:
-        logits += jnp.expand_dims(bias.astype(head.wide), range(logits.ndim - 1))
-    if head.soft_cap is not None:
-        capped = head.soft_cap * jnp.tanh(logits / head.soft_cap)
-        logits = jnp.where(
-            jnp.isneginf(logits), logits, capped
-        )  # Excluded words stay so.
-    return logits
+    def stored(self, room: Array, start: ArrayLike, size: int) -> Array:
+        """Returns what `store` stored."""
+        assert self.head.kept is not None
+        shape, position = self._place(start, size)
+        bits = lax.dynamic_slice(room, position, shape).reshape(-1)
+        part = lax.bitcast_convert_type(bits, self.head.kept).reshape(self.kept, size)
+        return part.astype(self.head.wide)
 
 
 def _filled(
@@ -194,65 +205,37 @@ def statistics(head: Head, operands: Operands, *, remat: bool = False) -> list[A
     minus their shifts; and these, the largest logit of each token up to each chunk.
     With `remat`, a derivative by JAX computes the logits of each chunk again.
     """
-    hidden, weight, _, labels = operands
-    chunks, wide = Chunks(head, hidden, weight), head.wide
-    tokens = hidden.shape[:-1]
+    hidden, weight, *_ = operands
+    chunks, tokens = Chunks(head, operands), hidden.shape[:-1]
     low = convert_dtype(hidden, head.dtype)
-    zeros = [_filled(hidden, tokens, wide) for _ in range(2 + head.has_total)]
+    zeros = [_filled(hidden, tokens, head.wide) for _ in range(2 + head.has_total)]
     room = _filled(hidden, weight.shape, weight.dtype) if chunks.kept else None
 
     def step(carry: PyTree, _: PyTree, start: ArrayLike, size: int) -> PyTree:
         highest, sums, room = carry
-        logits = _logits(head, low, *_parts(head, chunks, operands, start, size))
+        logits = chunks.logits(low, chunks.weights(start, size), start, size)
         now = jnp.maximum(highest, lax.stop_gradient(jnp.max(logits, axis=-1)))
         shift = _finite(now)[..., None]
-        is_label = chunks.is_label(labels, start, size)
+        is_label = chunks.is_label(start, size)
         terms = [jnp.exp(logits - shift), jnp.where(is_label, logits, 0.0), logits]
         more = [jnp.sum(x, axis=-1) for x in terms[: len(sums)]]
         scaled = [sums[0] * jnp.exp(highest - shift[..., 0]), *sums[1:]]
         shifts = None
         if room is not None:
             waiting = (logits - shift).reshape(-1, size)[: chunks.kept]
-            room = _store(chunks, room, waiting.astype(head.kept), start)
+            room = chunks.store(room, waiting, start)
             shifts = shift.reshape(-1)[: chunks.kept]
         return (now, [x + y for x, y in zip(scaled, more, strict=True)], room), shifts
 
     if remat:
         step = jax.checkpoint(step, static_argnums=(3,), prevent_cse=False)
-    lowest = _filled(hidden, tokens, wide, -jnp.inf)
+    lowest = _filled(hidden, tokens, head.wide, -jnp.inf)
     (highest, sums, room), shifts = chunks.over(step, (lowest, zeros, room))
     # Without this, a part in which all words are excluded has a derivative of 0 / 0.
     is_empty = sums[0] == 0
     log = jnp.where(is_empty, -jnp.inf, jnp.log(jnp.where(is_empty, 1.0, sums[0])))
     found = [log + _finite(highest), *sums[1:]]
     return found if room is None else [*found, room, shifts]
-
-
-def _place(
-    chunks: Chunks, start: ArrayLike, size: int
-) -> tuple[tuple[int, ...], tuple[ArrayLike, ...]]:
-    """Returns the shape and the position of kept logits: where their gradient goes."""
-    shape, position = (chunks.kept // chunks.words, size), (np.int32(0), start)
-    return (shape[::-1], position[::-1]) if chunks.axis == 0 else (shape, position)
-
-
-def _store(chunks: Chunks, room: Array, part: Array, start: ArrayLike) -> Array:
-    """Stores a chunk of logits in its own bits."""
-    shape, position = _place(chunks, start, part.shape[1])
-    bits = part.reshape(-1, chunks.words) if chunks.words > 1 else part.reshape(-1)
-    stored = lax.bitcast_convert_type(bits, room.dtype).reshape(shape)
-    return lax.dynamic_update_slice(room, stored, position)
-
-
-def _stored(
-    head: Head, chunks: Chunks, room: Array, start: ArrayLike, size: int
-) -> Array:
-    """Returns what `_store` stored."""
-    assert head.kept is not None
-    shape, position = _place(chunks, start, size)
-    bits = lax.dynamic_slice(room, position, shape).reshape(-1)
-    part = lax.bitcast_convert_type(bits, head.kept).reshape(chunks.kept, size)
-    return part.astype(head.wide)
 
 
 # --- Backward -------------------------------------------------------------------------
@@ -277,7 +260,8 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
             x.reshape(-1, *x.shape[hidden.ndim - 1 :])
             for x in (hidden, labels, logsumexp, *cotangents)
         )
-    chunks, tokens = Chunks(head, hidden, weight), tuple(range(hidden.ndim - 1))
+    chunks = Chunks(head, Operands(hidden, weight, bias, labels))
+    tokens = tuple(range(hidden.ndim - 1))
     # A token that no cotangent reaches may hold nan or inf, as padding does.
     is_read = functools.reduce(jnp.logical_or, [x != 0 for x in cotangents])[..., None]
     low = jnp.where(is_read, convert_dtype(hidden, head.dtype), 0)
@@ -288,16 +272,14 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
     def step(
         carry: dict[int, Array], shifts: PyTree, start: ArrayLike, size: int
     ) -> PyTree:
-        part, some = _parts(head, chunks, operands, start, size)
-        again = low[chunks.kept :]
-        is_all_kept = bool(kept) and not again.size
-        logits = [] if is_all_kept else [_logits(head, again, part, some)]
+        part, again, logits = chunks.weights(start, size), low[chunks.kept :], []
         if kept:
-            stored = _stored(head, chunks, carry[1], start, size)
-            logits = [stored + shifts[:, None], *logits]
+            logits.append(chunks.stored(carry[1], start, size) + shifts[:, None])
+        if again.size or not kept:
+            logits.append(chunks.logits(again, part, start, size))
         z = logits[0] if len(logits) == 1 else jnp.concatenate(logits)
         p = jnp.exp(z - shift)
-        is_label = chunks.is_label(labels, start, size)
+        is_label = chunks.is_label(start, size)
         dz = for_sum * p + jnp.where(is_label, for_chosen, 0.0)
         dz = functools.reduce(jnp.add, for_total, dz)
         if head.soft_cap is not None:
@@ -307,10 +289,10 @@ def gradients(  # noqa: PLR0915 (one pass over the chunks)
         narrow, found = convert_dtype(dz, head.dtype), dict(carry)
         if 0 in carry:
             axes = (len(tokens),), (chunks.axis,)
-            found[0] = carry[0] + _dot(head, narrow, part, axes)
+            found[0] = carry[0] + chunks.dot(narrow, part, axes)
         if 1 in carry:
             pair = (low, narrow) if chunks.axis == 1 else (narrow, low)
-            new = (_dot(head, *pair, (tokens, tokens)) / unit).astype(weight.dtype)
+            new = (chunks.dot(*pair, (tokens, tokens)) / unit).astype(weight.dtype)
             found[1] = chunks.put(carry[1], new, start, chunks.axis)
         if 2 in carry:
             new = (jnp.sum(dz, axis=tokens) / unit).astype(bias.dtype)

@@ -81,9 +81,8 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
         >>> linear_cross_entropy(hidden, embedding, jnp.array([0, 4]), vocab_axis=0)
         Array(1.609438, dtype=float32)
     """
-    operands = Operands(
-        *(None if x is None else jnp.asarray(x) for x in (hidden, weight, bias, labels))
-    )
+    arrays = (hidden, weight, bias, labels)
+    operands = Operands(*(None if x is None else jnp.asarray(x) for x in arrays))
     check_choice(vocab_axis, "vocab_axis", (0, 1, -1, -2))
     check_choice(reduction, "reduction", ("mean", "sum", "none"))
     if soft_cap is not None:
@@ -92,20 +91,18 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     if not is_tracer(label_smoothing):
         is_share = bool(np.all((label_smoothing >= 0) & (label_smoothing <= 1)))
         check_value(is_share, "label_smoothing", "from 0 to 1", label_smoothing)
-    if chunks is not None:
-        chunks = as_count(chunks, "chunks", at_least=1)
     _check(operands, vocab_axis % 2)
     dtypes = {operands.hidden.dtype, operands.weight.dtype}
     # JAX may be told not to promote dtypes.
     wide = np.dtype(np.float64 if np.dtype(np.float64) in dtypes else np.float32)
-    has_total = not (isinstance(label_smoothing, int | float) and label_smoothing == 0)
+    is_zero = lambda x: isinstance(x, int | float) and x == 0  # noqa: E731
     head = Head(
         dtype=wide if len(dtypes) > 1 else operands.weight.dtype,
         vocab_axis=vocab_axis % 2,
         has_bias=bias is not None,
-        chunks=chunks,
+        chunks=None if chunks is None else as_count(chunks, "chunks", at_least=1),
         soft_cap=soft_cap,
-        has_total=has_total,
+        has_total=not is_zero(label_smoothing),
         precision=default_matmul_precision(),
         devices=_devices(),
     )
@@ -117,9 +114,7 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     if wanted.dtype.itemsize < 4:  # where the vocabulary may be no number
         wanted = wanted.astype(jnp.int32)
     is_valid = (wanted >= 0) & (wanted < vocabulary)
-    places = jnp.where(is_valid, wanted, -1).astype(jnp.int32)
-    if axis_name is not None:
-        places = jnp.where(is_valid, places - first, -1)
+    places = jnp.where(is_valid, wanted.astype(jnp.int32) - first, -1)
     logsumexp, chosen, *total = _statistics(head, operands._replace(labels=places))
     if axis_name is not None:
         logsumexp = _joined(logsumexp, axis_name)
@@ -133,11 +128,10 @@ def linear_cross_entropy(  # noqa: PLR0913 (options are keywords)
     for x in total:
         smoothing = jnp.asarray(label_smoothing, head.wide)
         losses += smoothing * (chosen - x / vocabulary)
-    if not (isinstance(z_loss, int | float) and z_loss == 0):
+    if not is_zero(z_loss):
         losses += jnp.asarray(z_loss, head.wide) * jnp.square(logsumexp)
-    return _reduced(
-        jnp.where(is_valid | (factors == 0), losses, jnp.nan), factors, reduction
-    )
+    losses = jnp.where(is_valid | (factors == 0), losses, jnp.nan)
+    return _reduced(losses, factors, reduction)
 
 
 def _joined(logsumexp: Array, axis_name: str) -> Array:
@@ -172,21 +166,18 @@ def _factors(weights: ArrayLike | None, like: Array) -> Array:
 
 def _reduced(losses: Array, factors: Array, reduction: str) -> Array:
     losses *= factors
-    has_negative = jnp.any(factors < 0)
-    if reduction == "mean":
-        if not is_tracer(has_negative) and has_negative:
-            raise ValueError(
-                "`weights` must not be negative for a mean, which divides by their sum. "
-                'Pass `reduction="sum"` and divide by what you choose.'
-            )
-        losses = jnp.where(has_negative, jnp.nan, losses)
     if reduction == "none":
         return losses
-    total, count = jnp.sum(losses), jnp.sum(factors)
     if reduction == "sum":
-        return total
-    is_empty = count == 0
-    return jnp.where(is_empty, 0.0, total / jnp.where(is_empty, 1.0, count))
+        return jnp.sum(losses)
+    has_negative, count = jnp.any(factors < 0), jnp.sum(factors)
+    if not is_tracer(has_negative) and has_negative:
+        raise ValueError(
+            "`weights` must not be negative for a mean, which divides by their sum. "
+            'Pass `reduction="sum"` and divide by what you choose.'
+        )
+    mean = jnp.sum(losses) / jnp.where(count == 0, 1.0, count)
+    return jnp.where(has_negative, jnp.nan, jnp.where(count == 0, 0.0, mean))
 
 
 def _devices() -> int:
@@ -214,24 +205,18 @@ def _check(operands: Operands, vocab_axis: int) -> None:
             f"`weight` must have two axes, features and vocabulary, but it has {weight}."
         )
     vocabulary, features = weight[vocab_axis], weight[1 - vocab_axis]
-    if vocabulary == 0:
-        raise ValueError(
-            f"`weight` {weight} must hold at least one word, but axis {vocab_axis}, its "
-            "vocabulary, has length 0."
-        )
-    if hidden[-1:] != (features,):
-        raise ValueError(
-            f"`hidden` {hidden} must end with the {features} features of `weight` "
-            f"{weight}, whose vocabulary is axis {vocab_axis}. Pass "
-            f"`vocab_axis={1 - vocab_axis}` if it is the other one."
-        )
-    if labels != hidden[:-1]:
-        raise ValueError(
-            f"`labels` {labels} must have the axes of `hidden` {hidden} but the last: "
-            "one label for each token."
-        )
-    if operands.bias is not None and bias != (vocabulary,):
-        raise ValueError(
-            f"`bias` must have the shape ({vocabulary},), one number for each entry of "
-            f"the vocabulary, but its shape is {bias}."
-        )
+    found = {
+        f"`weight` {weight} must hold at least one word, but axis {vocab_axis}, its "
+        "vocabulary, has length 0.": vocabulary == 0,
+        f"`hidden` {hidden} must end with the {features} features of `weight` {weight}, "
+        f"whose vocabulary is axis {vocab_axis}. Pass `vocab_axis={1 - vocab_axis}` if "
+        "it is the other one.": hidden[-1:] != (features,),
+        f"`labels` {labels} must have the axes of `hidden` {hidden} but the last: one "
+        "label for each token.": labels != hidden[:-1],
+        f"`bias` must have the shape ({vocabulary},), one number for each entry of the "
+        f"vocabulary, but its shape is {bias}.": operands.bias is not None
+        and bias != (vocabulary,),
+    }
+    faults = [message for message, is_fault in found.items() if is_fault]
+    if faults:
+        raise ValueError(faults[0])

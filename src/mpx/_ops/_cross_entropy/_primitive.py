@@ -16,23 +16,13 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive
 from mpx._jax._private import private
+from mpx._ops import _primitives as ops
 from mpx._ops._cross_entropy._chunks import (
     Chunks,
     Head,
     Operands,
     gradients,
     statistics,
-)
-from mpx._ops._primitives import (
-    Aval,
-    Dims,
-    define,
-    define_derivatives,
-    mapped_alike,
-    run_each,
-    typed_like,
-    varying_alike,
-    zero_tangent,
 )
 from mpx._program._queries import CROSS_ENTROPY
 
@@ -43,7 +33,7 @@ _STATISTICS, _TANGENT, _BACKWARD = CROSS_ENTROPY
 def bind_statistics(head: Head, operands: Operands) -> list[Array]:
     """Returns the statistics of each token, as one operation."""
     given = [x for x in operands if x is not None]
-    return list(statistics_p.bind(*varying_alike(given), head=head))
+    return list(statistics_p.bind(*ops.varying_alike(given), head=head))
 
 
 # --- The operations in plain JAX ------------------------------------------------------
@@ -81,14 +71,15 @@ def _differentiable(*given: Array, head: Head) -> list[Array]:
 # --- Rules ----------------------------------------------------------------------------
 
 
-def _types(hidden: Aval, weight: Aval, *rest: Aval, head: Head) -> list[Aval]:
+def _types(hidden: PyTree, weight: PyTree, *rest: PyTree, head: Head) -> list[PyTree]:
     del rest
-    tokens = typed_like(hidden, hidden.shape[:-1], head.wide)
+    tokens = ops.typed_like(hidden, hidden.shape[:-1], head.wide)
     found = [tokens] * (2 + head.has_total)
     if head.kept is None:
         return found
-    chunks = Chunks(head, hidden, weight)
-    return [*found, weight, typed_like(hidden, (chunks.count, chunks.kept), head.wide)]
+    chunks = Chunks(head, Operands(hidden, weight))
+    shape = (chunks.count, chunks.kept)
+    return [*found, weight, ops.typed_like(hidden, shape, head.wide)]
 
 
 def _jvp(primals: PyTree, tangents: PyTree, *, head: Head) -> tuple[PyTree, PyTree]:
@@ -100,7 +91,7 @@ def _jvp(primals: PyTree, tangents: PyTree, *, head: Head) -> tuple[PyTree, PyTr
     if 1 in wrt and head.kept is None:
         head = head.keeping(*primals[:2])
     outs = statistics_p.bind(*primals, head=head)
-    moved = [zero_tangent(_jax, x) for x in outs[:wanted]]
+    moved = [ops.zero_tangent(_jax, x) for x in outs[:wanted]]
     if wrt:
         saved = [outs[0], *outs[count:]]
         chosen = [given[i] for i in wrt]
@@ -109,31 +100,25 @@ def _jvp(primals: PyTree, tangents: PyTree, *, head: Head) -> tuple[PyTree, PyTr
 
 
 def _batched(
-    primitive: Primitive, given: Sequence[PyTree], dims: Dims, **params: PyTree
+    primitive: Primitive, given: Sequence[PyTree], dims: ops.Dims, **params: PyTree
 ) -> tuple[list[Array], list[int]]:
     """Maps an operation: the new axis is one of tokens, or there is a loop over it."""
-    is_shared = all(d is None for d in dims[1:-1])
-    if primitive is statistics_p and is_shared and params["head"].kept is None:
-        hidden, *shared, labels = given
-        hidden, labels = mapped_alike((hidden, labels), (dims[0], dims[-1]))
-        outs = primitive.bind(hidden, *shared, labels, **params)
-    else:
-        outs = run_each(primitive, given, dims, **params)
+    is_shared = all(d is None for d in dims[1:-1]) and params["head"].kept is None
+    if primitive is not statistics_p or not is_shared:
+        return ops.run_each(primitive, given, dims, **params)
+    hidden, *shared, labels = given
+    hidden, labels = ops.mapped_alike((hidden, labels), (dims[0], dims[-1]))
+    outs = primitive.bind(hidden, *shared, labels, **params)
     return outs, [0] * len(outs)
 
 
-statistics_p = define(_jax, _STATISTICS, _types, _statistics, _batched)
-tangent_p, backward_p = define_derivatives(
+statistics_p = ops.define(_jax, _STATISTICS, _types, _statistics, _batched)
+tangent_p, backward_p = ops.define_derivatives(
     _jax,
     (_TANGENT, _BACKWARD),
     _differentiable,
     count=lambda head: 3 + head.has_bias,
-    types=(
-        lambda *avals, head, wrt: _types(
-            *avals, head=dataclasses.replace(head, kept=None)
-        ),
-        lambda *avals, head, wrt: [_opened(head, avals)[0][i] for i in wrt],
-    ),
+    types=lambda *avals, head, wrt: _types(*avals, head=head)[: 2 + head.has_total],
     batched=_batched,
     gradients=_backward,
 )

@@ -29,14 +29,8 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import as_unvarying, convert_dtype
 from mpx._jax._private import private
+from mpx._ops import _primitives as ops
 from mpx._ops._experts._plain import ALIGNMENT, Kind, group_ends, plain, row_blocks
-from mpx._ops._primitives import (
-    define,
-    run_each,
-    typed_like,
-    varying_alike,
-    zero_tangent,
-)
 from mpx._program._queries import GROUPED
 
 _Value = Any
@@ -264,7 +258,7 @@ def grouped_matmul(
     a: Array, b: Array, sizes: Array, *, kind: Kind, dtype: np.dtype
 ) -> Array:
     """Returns a grouped matmul; sums are f32."""
-    operands = varying_alike([a, b, sizes])
+    operands = ops.varying_alike([a, b, sizes])
     return grouped_p.bind(*operands, kind=kind, dtype=np.dtype(dtype))
 
 
@@ -275,50 +269,45 @@ def _by_kernel(
     blocks = BLOCKS  # that divide the result
     if b.shape[2 if kind == "rows" else 1] % blocks.columns:
         blocks = blocks._replace(columns=SMALLEST)
-    if kind == "sums":
-        if a.shape[1] % blocks.rows:
-            blocks = blocks._replace(rows=SMALLEST)
-        return sum_rows(a, b, sizes, dtype=dtype, blocks=blocks)
-    turned = kind == "turned"
-    return multiply_rows(a, b, sizes, turned=turned, dtype=dtype, blocks=blocks)
+    options = {"dtype": dtype, "blocks": blocks}
+    if kind != "sums":
+        return multiply_rows(a, b, sizes, turned=kind == "turned", **options)
+    if a.shape[1] % blocks.rows:
+        options["blocks"] = blocks._replace(rows=SMALLEST)
+    return sum_rows(a, b, sizes, **options)
 
 
 def _type(a: PyTree, b: PyTree, sizes: PyTree, *, kind: str, dtype: np.dtype) -> PyTree:
-    if kind == "sums":
-        shape = (sizes.shape[0], a.shape[1], b.shape[1])
-    else:
-        shape = (a.shape[0], b.shape[2 if kind == "rows" else 1])
-    return typed_like(a, shape, dtype)
+    columns = b.shape[2 if kind == "rows" else 1]
+    rows = (*sizes.shape, a.shape[1]) if kind == "sums" else a.shape[:1]
+    return ops.typed_like(a, (*rows, columns), dtype)
 
 
 def _jvp(primals: PyTree, tangents: PyTree, **params: PyTree) -> tuple[Array, PyTree]:
-    a, b, sizes = primals
-    out = grouped_p.bind(a, b, sizes, **params)
+    out = grouped_p.bind(*primals, **params)
     parts = [
-        grouped_p.bind(*pair, sizes, **params)
-        for i, pair in enumerate(((tangents[0], b), (a, tangents[1])))
-        if type(tangents[i]) is not _jax.Zero
+        grouped_p.bind(*primals[:i], x, *primals[i + 1 :], **params)
+        for i, x in enumerate(tangents[:2])
+        if type(x) is not _jax.Zero
     ]
-    return out, functools.reduce(lax.add, parts) if parts else zero_tangent(_jax, out)
+    zero = ops.zero_tangent(_jax, out)
+    return out, functools.reduce(lax.add, parts) if parts else zero
 
 
 def _transpose(
     cotangent: PyTree, a: PyTree, b: PyTree, sizes: Array, *, kind: str, dtype: np.dtype
 ) -> list[PyTree]:
-    if type(cotangent) is _jax.Zero:
-        return [None, None, None]
-    side = 0 if _jax.is_undefined_primal(a) else 1
-    mine, other = (a, b) if side == 0 else (b, a)
-    other_kind, cotangent_first = _TRANSPOSED[kind][side]
-    # In f32 only if the result was: then its operands are still of 16 bits.
-    pair = convert_dtype(cotangent, other.dtype), other
-    grad = grouped_p.bind(
-        *(pair if cotangent_first else pair[::-1]),
-        sizes,
-        kind=other_kind,
-        dtype=mine.aval.dtype,
-    )
-    return [grad, None, None] if side == 0 else [None, grad, None]
+    grads: list[PyTree] = [None, None, None]
+    if type(cotangent) is not _jax.Zero:
+        side = 0 if _jax.is_undefined_primal(a) else 1
+        mine, other = (a, b) if side == 0 else (b, a)
+        other_kind, cotangent_first = _TRANSPOSED[kind][side]
+        # In f32 only if the result was: then its operands are still of 16 bits.
+        pair = convert_dtype(cotangent, other.dtype), other
+        operands = *(pair if cotangent_first else pair[::-1]), sizes
+        options = {"kind": other_kind, "dtype": mine.aval.dtype}
+        grads[side] = grouped_p.bind(*operands, **options)
+    return grads
 
 
 def _is_local(context: Any) -> bool:
@@ -336,11 +325,7 @@ def _on_cuda(context: Any, *operands: object, **params: object) -> object:
     return lower(context, *operands, **params)
 
 
-def _batched(*args: Any, **params: object) -> tuple[Array, int]:
-    return run_each(*args, **params), 0
-
-
-grouped_p = define(_jax, GROUPED, _type, plain, _batched, several=False)
+grouped_p = ops.define(_jax, GROUPED, _type, plain, ops.run_each, several=False)
 _jax.register_lowering(grouped_p, _on_cuda, platform="cuda")
 _jax.primitive_jvps[grouped_p] = _jvp
 _jax.primitive_transposes[grouped_p] = _transpose
