@@ -86,7 +86,7 @@ BREAKS = [
     Break(
         "batch_stats are rounded",
         "_casting",
-        'return is_statistic(f"{name}/") or any(',
+        "return is_statistic(name) or any(",
         "return any(",
         "policy_keep",
         "linen_batch_statistics",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Concatenate, NamedTuple, Unpack, overload
 
 import jax
@@ -13,9 +13,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from mpx._casting._cast import is_state_node
-from mpx._casting._context import Reduce, Shards, argument_names, original, over_shards
-from mpx._casting._keep import is_statistic
+from mpx._casting._context import Reduce, Shards, over_shards
+from mpx._casting._keep import is_state
 from mpx._gradients._call import State
 from mpx._gradients._grad import (
     ArgnumKeywords,
@@ -33,7 +32,6 @@ from mpx._jax._compat import varying_like, zeros_of
 from mpx._jax._tree import (
     LeafName,
     dtype_of,
-    flatten_with_names,
     is_array,
     is_floating,
     shape_of,
@@ -135,35 +133,30 @@ def accumulate(
 class _Window(Step):
     """One accumulation window: a call for each part, summed."""
 
-    def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+    def prepare(self) -> None:
         """Splits the batches into microbatches, and each microbatch into shards."""
-        batches, last = self.options.batches, max(self.options.batches, default=-1)
-        if last >= len(args):
+        call, options, count = self.call, self.options, len(self.call.arguments)
+        batches, last = options.batches, max(options.batches, default=-1)
+        if last >= count:
             raise TypeError(
-                f"Argument {last} is the batch, but only {len(args)} arguments were "
+                f"Argument {last} is the batch, but only {count} arguments were "
                 "passed by position. Pass the batch by position."
             )
-        params = tuple(i + len(args) * (i < 0) for i in self.options.argnums)
-        if {*batches} & {*params}:
+        params = {i % count for i in options.argnums}
+        if {*batches} & params:
             raise ValueError(
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
                 "and `batch_argnums` to different arguments."
             )
-        names = argument_names(original(self.func), len(args))
-        trees: list[tuple[str, int | None, PyTree]] = [
-            *zip(names, range(len(args)), args, strict=True),
-            # In the order in which JAX flattens a dictionary
-            *((name, None, kwargs[name]) for name in sorted(kwargs)),
-        ]
+        positions = {name: i for i, name in enumerate(call.arguments)}
         leaves = [
-            _Leaf(name, position, value, _kind(name, value, position in batches))
-            for argument, position, tree in trees
-            for name, value in flatten_with_names(tree, argument, is_state_node)[0]
+            _Leaf(
+                name, i := positions.get(name.argument), x, _kind(name, x, i in batches)
+            )
+            for name, x in zip(call.names, call.leaves[: call.plain], strict=False)
         ]
-        steps, shards = self.options.steps, getattr(self.shards, "size", 1)
+        steps, shards = options.steps, getattr(self.shards, "size", 1)
         _check_leaves(leaves, batches, params, steps, shards)
-        both, self._leaves = (tuple(args), dict(kwargs)), leaves
-        self._structure = jax.tree.structure(both, is_leaf=is_state_node)
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
@@ -175,8 +168,11 @@ class _Window(Step):
 
         index = jnp.arange(steps * shards)
         index = index if self.shards is None else jnp.reshape(index, (steps, shards))
+        rows = {i: split(x.value) for i, x in enumerate(leaves) if x.kind == "row"}
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
-        self.parts = [split(x.value) for x in leaves if x.kind == "row"], index
+        self.parts = rows, index
+        keys = [i for i, x in enumerate(leaves) if x.kind == "key"]
+        self._keys = keys if steps * shards > 1 else []
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
@@ -184,15 +180,9 @@ class _Window(Step):
         shards, count = self.shards, self.parts[1].size
 
         def part(state: State, rows: PyTree, index: Int[Array, "..."]) -> Evaluation:
-            def one(rows: list[Array], index: Int[Array, ""]) -> Evaluation:
-                values, remaining = [x.value for x in self._leaves], iter(rows)
-                for i, leaf in enumerate(self._leaves):
-                    if leaf.kind == "row":
-                        values[i] = next(remaining)
-                    elif leaf.kind == "key" and count > 1:
-                        values[i] = _fold_in(leaf.value, index)
-                arguments = self._structure.unflatten(values)
-                result = self.evaluate(self.call_with(*arguments), state, scaling)
+            def one(rows: dict[int, Array], index: Int[Array, ""]) -> Evaluation:
+                keys = {i: _fold_in(self.call.leaves[i], index) for i in self._keys}
+                result = self.evaluate(state, scaling, rows | keys)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
@@ -220,7 +210,7 @@ class _Window(Step):
         self._check_state(like.state)
         before = self.call.comparable(self.call.state, like.state)
         # A loop carry has one type: shared between devices or not, from the start.
-        total = jax.tree.map(zeros_of, like._replace(state=None, aux=None))
+        total = jax.tree.map(zeros_of, like._replace(state={}, aux=None))
         total = total._replace(
             state=jax.tree.map(varying_like, before, like.state),
             grads=_pin_shards(total.grads, shards),
@@ -265,7 +255,7 @@ class _Leaf(NamedTuple):
 
 def _kind(name: LeafName, value: PyTree, in_batch: bool) -> str:
     shape = shape_of(value)
-    if not is_array(value) or is_statistic(name):
+    if not is_array(value) or is_state(name):
         return "state"
     is_typed_key = _is_typed_key(value) and not (in_batch and shape)
     if is_typed_key or (_may_be_raw_key(value) and len(shape) == 1):
@@ -291,7 +281,7 @@ def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
 def _check_leaves(
     leaves: Sequence[_Leaf],
     batches: tuple[int, ...],
-    params: tuple[int, ...],
+    params: set[int],
     steps: int,
     shards: int,
 ) -> None:

@@ -1,48 +1,54 @@
-"""One call of a user's function, as a pure function of parameters and state.
+"""One call of a user's function, as a pure function of its arrays.
 
-Its inputs are what is differentiated, what a call changes (see `State`), and the rest. A step
-is evaluated on the first two and never on Python side effects, so it can be repeated,
-accumulated and undone.
+The arguments are one list of leaves. A step is evaluated on those that are differentiated
+and those that the call replaces, its state, and never on Python side effects, so it can be
+repeated, accumulated and undone.
 """
 
 import contextlib
-import re
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import treedef_tuple
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._casting._cast import cast_like, cast_state_leaf
-from mpx._casting._context import argument_names, arguments_cast_to, original
+from mpx._casting._cast import cast_like
+from mpx._casting._context import argument_names, original
 from mpx._casting._keep import is_statistic
 from mpx._casting._policy import Policy
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     LeafName,
-    dtype_of,
+    cast_leaf,
     flatten_with_names,
     is_array,
     is_floating,
     is_inexact,
-    is_none,
     map_with_name,
     named_leaves,
     shape_of,
 )
 
+State = dict[int, PyTree]
+"""What a call replaces among its leaves, by place.
 
-class State(NamedTuple):
-    """State that a call changes."""
+Each `eqx.nn.State`, the arrays in `batch_stats` of Linen, the NNX variables that are not
+differentiated, and those others to which the function has assigned.
+"""
+Arrays = tuple[tuple[str, tuple[int, ...]], ...]
+"""The names and shapes of the arrays in a node."""
 
-    nnx: PyTree  # the NNX state that is not differentiated
-    # What a call replaces among the arguments, by name: each `eqx.nn.State`, the arrays in
-    # `batch_stats` of Linen, and NNX parameters once the function has assigned to them
-    arrays: dict[str, PyTree]
+
+@dataclasses.dataclass(frozen=True)
+class InState:
+    """Leaf that stands in `aux` for a part of the state, by its place."""
+
+    place: int
 
 
 class Call:
@@ -50,9 +56,13 @@ class Call:
 
     Attributes:
         policy: How its arguments are cast; `None` if they are not.
-        diff: The differentiated arguments: arrays, `None` for what has no gradient.
-        state: The state before the call.
         scales: The `Fp8State` of a function under `fp8` with delayed scaling, or `None`.
+        arguments: The names of the positional arguments.
+        leaves: The leaves of all arguments; an `eqx.nn.State` is one. Those in NNX
+            objects come after the first `plain`.
+        names: The names of the leaves.
+        diff: The differentiated arrays, by place.
+        state: The state before the call.
     """
 
     def __init__(
@@ -60,63 +70,89 @@ class Call:
         func: Callable[..., PyTree],
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
-        chosen: Sequence[tuple[int, PyTree]],
         policy: Policy | None,
         *,
-        scales: PyTree = None,
+        argnums: Sequence[int],
+        filters: Sequence[PyTree],
+        has_aux: bool,
+        scales: PyTree,
     ) -> None:
-        self._func, self.policy, self.scales = func, policy, scales
+        self._func, self._has_aux = func, has_aux
+        self.policy, self.scales = policy, scales
         # A name that also comes by keyword is for the function to refuse or to accept.
-        self._names = [
+        self.arguments = [
             f"{name}[{number}]" if name in kwargs else name
             for number, name in enumerate(argument_names(original(func), len(args)))
         ]
-        positions = _positions([argnum for argnum, _ in chosen], len(args))
-        self._diff_names = [self._names[i] for i in positions]
-        filters = dict(zip(self._diff_names, (x for _, x in chosen), strict=True))
-        self._static, self._objects = {}, {}
+        positions = _positions(argnums, len(args))
+        chosen = (self.arguments[i] for i in positions)
+        wanted: dict[str, PyTree] = dict(zip(chosen, filters, strict=True))
         # Keywords as `jax.jit` hands them on.
-        keywords = dict(sorted(kwargs.items()))
-        arguments = {**dict(zip(self._names, args, strict=True)), **keywords}
-        for name, value in arguments.items():
-            self._static[name], objects = _nnx.take_out(value, name)
-            self._objects.update(objects)
-        arrays = {}
-        for name in self._diff_names:
-            tree = self._static[name]
-            tree = np.asarray(tree) if isinstance(tree, float | complex) else tree
-            arrays[name], self._static[name] = eqx.partition(
-                tree, lambda leaf: is_array(leaf) and is_inexact(leaf)
-            )
-        static = {name: self._static[name] for name in self._diff_names}
-        self._split, params, rest = None, {}, None
-        if self._objects:
-            slots = [leaf for leaf in jax.tree.leaves(static) if _nnx.is_slot(leaf)]
-            wanted = {slot.name: filters[slot.name.argument] for slot in slots}
-            self._split = _nnx.split(self._objects, wanted)
-            params, rest = self._split.params, self._split.rest
-        for name, found in filters.items():
-            if found is not None and not any(x.argument == name for x in self._objects):
-                raise TypeError(
-                    f"`nnx.DiffState` chooses variables of an NNX module, but `{name}` "
-                    "holds none. Pass its position alone."
-                )
-        diff = _fill_slots(arrays, static, params)
-        for name, tree in diff.items():
+        self._keywords, arguments = sorted(kwargs), {**kwargs}
+        arguments.update(zip(self.arguments, args, strict=True))
+        self.names, self.leaves, structures, objects = list[LeafName](), [], [], {}
+        for name in (*self.arguments, *self._keywords):
+            tree, found = _nnx.take_out(arguments[name], name)
+            if name in wanted and isinstance(tree, float | complex):
+                tree = np.asarray(tree)
+            named, structure = flatten_with_names(tree, name, _is_equinox_state)
+            self.names += [path for path, _ in named]
+            self.leaves += [leaf for _, leaf in named]
+            structures.append(structure)
+            objects |= found
+        self._structure, self.plain = treedef_tuple(structures), len(self.leaves)
+        self._objects = _nnx.Objects(objects) if objects else None
+        if self._objects is not None:
+            self.names += self._objects.names
+            self.leaves += self._objects.leaves
+        trees = self._numbered(wanted, objects)
+        self._diff = tuple(trees[i] for i in positions)
+        for name, tree in zip(wanted, self._diff, strict=True):
             if not jax.tree.leaves(tree):
                 raise ValueError(
                     f"`{name}` is to be differentiated, but it holds no floating array. "
                     "Pass the model or its parameters there, or set `argnums`."
                 )
-        self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
-        replaced: dict[str, PyTree] = {
-            name: node
-            for trees in (diff, self._static)
-            for argument, tree in trees.items()
-            for name, node in _nodes(tree, argument)
-            if _is_equinox_state(node) or (is_statistic(name) and is_array(node))
-        }
-        self.state = State(rest, replaced)
+        places = sorted(jax.tree.leaves(self._diff))
+        self.diff: State = {place: self.leaves[place] for place in places}
+        self._groups = self._state_groups()
+        places = {*range(self.plain, len(self.leaves))} - {*self.diff}
+        places.update(*(group.values() for group in self._groups.values()))
+        self.state: State = {place: self.leaves[place] for place in sorted(places)}
+
+    def _numbered(
+        self, wanted: Mapping[str, PyTree], objects: Mapping[LeafName, PyTree]
+    ) -> Sequence[PyTree]:
+        """Returns the arguments with, for each array to differentiate, its place."""
+        filters = {x: wanted[x.argument] for x in objects if x.argument in wanted}
+        for name, chosen in wanted.items():
+            if chosen is not None and not any(x.argument == name for x in filters):
+                raise TypeError(
+                    f"`nnx.DiffState` chooses variables of an NNX module, but `{name}` "
+                    "holds none. Pass its position alone."
+                )
+        numbers = {} if self._objects is None else self._objects.chosen(filters)
+
+        def number(place: int) -> PyTree:
+            name, leaf = self.names[place], self.leaves[place]
+            if _nnx.is_slot(leaf) and leaf.name in numbers:
+                return jax.tree.map(lambda i: self.plain + i, numbers[leaf.name])
+            is_chosen = name.argument in wanted and is_array(leaf) and is_inexact(leaf)
+            return place if is_chosen else None
+
+        return self._structure.unflatten(map(number, range(self.plain)))
+
+    def _state_groups(self) -> dict[str, dict[str, int]]:
+        """Returns the names of nodes that a result may replace, and of the leaves there."""
+        groups: dict[str, dict[str, int]] = {}
+        for place in range(self.plain):
+            name, leaf = self.names[place], self.leaves[place]
+            if _is_equinox_state(leaf):
+                groups[name] = {"": place}
+            elif is_statistic(name) and is_array(leaf):
+                above, word, inside = f"/{name}/".partition("/batch_stats/")
+                groups.setdefault(f"{above}{word}"[1:-1], {})[inside[:-1]] = place
+        return groups
 
     @property
     def low(self) -> np.dtype | None:
@@ -124,156 +160,103 @@ class Call:
         dtype = None if self.policy is None else self.policy.resolved_compute_dtype()
         return dtype if dtype is not None and dtype.itemsize == 2 else None
 
-    def run(
-        self, diff: tuple[PyTree, ...], state: State, scales: PyTree
-    ) -> tuple[PyTree, State]:
-        """Returns what the function returns, and the state after the call."""
+    def trees(self, grads: State) -> tuple[PyTree, ...]:
+        """Returns gradients as trees, one for each differentiated argument."""
+        return jax.tree.map(grads.get, self._diff)
+
+    def run(self, given: State, scales: PyTree) -> tuple[Array, PyTree, State]:
+        """Returns the loss, `aux` with marks for what replaces state, and that.
+
+        The leaves are those of the arguments, or those that are given by place.
+        """
+        before = [given.get(place, x) for place, x in enumerate(self.leaves)]
         keep = None if self.policy is None else self.policy.keeping()
-        # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        copies, arguments = jax.tree.map(lambda x: x, state.arrays), dict(self._static)
-        for name, tree in arguments.items():  # also of lists and dicts, to be changed
-            arguments[name] = map_with_name(
-                copies.get, tree, argument=name, is_leaf=_is_equinox_state
-            )
-        arrays, params = self._without_nnx(diff)
-        for name, tree in arrays.items():
-            arguments[name] = eqx.combine(tree, arguments[name])
+        leaves = before
         if keep is not None:
-            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
-        merged = None
-        if self._split is not None:
-            split = self._split._replace(params=params, rest=state.nnx)
-            merged = _nnx.merge(split, None if keep is None else keep.cast_leaf)
-            arguments = _nnx.put_back(arguments, merged.objects)
-        args = [arguments.pop(name) for name in self._names]
-        first = () if scales is None else (scales,)
-        with contextlib.ExitStack() as stack:
-            if self.policy is not None and keep is not None:
-                dtype = self.policy.resolved_compute_dtype()
-                stack.enter_context(keep.running())
-                stack.enter_context(arguments_cast_to(dtype))
-            out = self._func(*first, *args, **arguments)
+            leaves = [*map(keep.cast_leaf, self.names, before)]
+        plain, inside, objects = leaves[: self.plain], leaves[self.plain :], {}
+        if self._objects is not None:
+            objects = self._objects.merged(inside)
+        values = self._structure.unflatten([_fresh(x, objects) for x in plain])
+        count, first = len(self.arguments), () if scales is None else (scales,)
+        keywords = dict(zip(self._keywords, values[count:], strict=True))
+        with contextlib.nullcontext() if keep is None else keep.running():
+            out = self._func(*first, *values[:count], **keywords)
         if keep is not None:
             keep.check(original(self._func))
-        changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
-        nodes: dict[str, PyTree] = dict(_nodes(out))
-        pairs = ((old, nodes[new]) for new, old in self.successors(out).items())
-        new = {name: cast_like(x, self.state.arrays[name]) for name, x in pairs}
-        return out, State(rest, {**state.arrays, **new, **changed})
+        loss, aux = loss_and_aux(out, self._has_aux)
+        aux, after = self._without_state(aux)
+        if self._objects is not None:
+            new = self._objects.after(objects, inside, before[self.plain :])
+            for place, leaf in enumerate(new, self.plain):
+                old, found = before[place], leaves[place]
+                if leaf is not old:
+                    is_param = place in self.diff
+                    after[place] = leaf if is_param else _unrounded(leaf, found, old)
+        return loss, aux, after
 
-    def successors(self, out: PyTree) -> dict[str, str]:
-        """Returns, by name, what in a result replaces what in `state.arrays`.
-
-        Equinox states are found by their names, or else by their order. A collection of
-        Linen's is found anywhere if all its arrays are there, by names and shapes.
-        """
-        nodes, known = _nodes(out), self.state.arrays
-        new, old = _state_structures(nodes), _state_structures(known.items())
-        equinox: dict[str, str] = {}
-        for pairs in (_by_name(new, old), dict(zip(new, old, strict=False))):
-            fits = len(new) == len(old) == len(pairs)
-            if fits and all(new[x] == old[y] for x, y in pairs.items()):
-                equinox = pairs
-                break
-        shapes = {str(name): shape_of(x) for name, x in nodes if is_array(x)}
-        collections: dict[str, dict[str, str]] = {}
-        for name in [x for x in known if x not in old]:
-            prefix, _, inside = f"/{name}".rpartition("/batch_stats/")
-            collections.setdefault(prefix, {})[inside] = name
-        places: dict[str, list[str]] = {}
-        for prefix, names in collections.items():
-            first = next(iter(names))
-            wanted = [(x, shape_of(known[name])) for x, name in names.items()]
-            for found in [x for x in shapes if f"/{x}".endswith(f"/{first}")]:
-                place = found.removesuffix(first)
-                if all(shapes.get(place + inside) == shape for inside, shape in wanted):
-                    places.setdefault(place, []).append(prefix)
-        return equinox | {
-            place + inside: name
-            for place, fitting in places.items()
-            for inside, name in collections[_nearest(place, fitting)].items()
+    def _without_state(self, aux: PyTree) -> tuple[PyTree, State]:
+        """Returns a result with marks for what replaces state, and that."""
+        old: dict[str, Arrays] = {
+            name: tuple(
+                (inside, shape_of(x))
+                for above, place in group.items()
+                for inside, x in named_leaves(self.leaves[place], above)
+            )
+            for name, group in self._groups.items()
         }
+        known, after = {*old.values()}, State()
+        is_part = lambda node: bool(known) and _arrays_in(node) in known  # noqa: E731
+        nodes, _ = flatten_with_names(aux, is_leaf=is_part)
+        pairs = _pairs(old, {place: _arrays_in(node) for place, node in nodes})
 
-    def diff_in(self, state: State) -> tuple[PyTree, ...]:
-        """Returns the differentiated arguments as a call finds them in a state."""
-        arrays, pairs = state.arrays, zip(self._diff_names, self.diff, strict=True)
-        if not arrays:
-            return self.diff
-        return tuple(map_with_name(arrays.get, x, argument=name) for name, x in pairs)
+        def mark(place: str, node: PyTree) -> PyTree:
+            group = self._groups.get(pairs.get(place, ""), {})
 
-    def assigned(self, state: State) -> set[str]:
-        """Returns the names of the differentiated arrays that a state replaces."""
-        return state.arrays.keys() - self.state.arrays.keys()
+            def put(name: str, x: PyTree) -> PyTree:
+                if name not in group:
+                    return x
+                after[group[name]] = cast_like(x, self.leaves[group[name]])
+                return InState(group[name])
 
-    def without(self, state: State, names: set[str]) -> State:
+            return map_with_name(put, node, is_leaf=_is_equinox_state)
+
+        return map_with_name(mark, aux, is_leaf=is_part), after
+
+    def assigned(self, state: State) -> set[int]:
+        """Returns the places of the differentiated arrays that a state replaces."""
+        return state.keys() - self.state.keys()
+
+    def without(self, state: State, places: set[int]) -> State:
         """Returns a state without some arrays, and others in the dtypes of arguments."""
-        arrays = {name: x for name, x in state.arrays.items() if name not in names}
-        state = state._replace(arrays=arrays)
-        like = self.comparable(self.state, state).arrays
-        return state._replace(arrays=cast_like(arrays, like))
+        return {
+            place: cast_like(x, self.leaves[place])
+            for place, x in state.items()
+            if place not in places
+        }
 
     def comparable(self, state: State, later: State) -> State:
         """Returns a state with the arrays that a later one has."""
-        if later.arrays.keys() == state.arrays.keys():
-            return state
-        params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
-        known: dict[str, PyTree] = {**dict(params), **state.arrays}
-        return state._replace(arrays={name: known.get(name) for name in later.arrays})
+        return {place: state.get(place, self.leaves[place]) for place in later}
 
-    def _without_nnx(
-        self, diff: tuple[PyTree, ...]
-    ) -> tuple[dict[str, PyTree], dict[LeafName, PyTree]]:
-        """Returns the differentiated arguments without, and the parameters of, NNX."""
-        params: dict[LeafName, PyTree] = {}
-
-        def take(node: object, value: PyTree) -> PyTree:
-            if not isinstance(node, _nnx.Slot):
-                return value
-            params[node.name] = value
-            return None
-
-        arrays = {
-            name: jax.tree.map(take, self._static[name], tree, is_leaf=is_none)
-            for name, tree in zip(self._diff_names, diff, strict=True)
-        }
-        return arrays, params
-
-    def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    def widened(self, diff: State) -> State:
         """Returns copies, of at least f32, of parameters stored in 16 bits."""
         # The derivative with respect to a stored one would be summed in its dtype.
         if self.policy is None:
             return diff
-        keep = self.policy.keeping()
+        keep, wide = self.policy.keeping(), {**diff}
         dtype = at_least_f32(self.policy.resolved_compute_dtype())
-        floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
-        if all(found.itemsize >= dtype.itemsize for found in floats):
-            return diff
-
-        def widen(name: LeafName, leaf: PyTree) -> PyTree:
-            if not is_floating(leaf) or keep.keeps(name, leaf):
-                return leaf
-            return cast_state_leaf(leaf, dtype)  # never narrowed
-
-        arrays, params = self._without_nnx(diff)
-        for name, tree in arrays.items():
-            arrays[name] = map_with_name(widen, tree, argument=name)
-        if self._split is not None:
-            params = _nnx.map_params(self._objects, params, widen)
-        static = {name: self._static[name] for name in arrays}
-        wide = _fill_slots(arrays, static, params)
-        return tuple(wide[name] for name in self._diff_names)
-
-    def diff_names(self) -> list[LeafName]:
-        """Returns the names of the differentiated arrays, in the order of the leaves."""
-        trees = zip(self._diff_names, self.diff, strict=True)
-        return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
+        for place, leaf in diff.items():
+            is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+            if is_narrow and not keep.keeps(self.names[place], leaf):
+                wide[place] = cast_leaf(leaf, dtype)
+        return wide
 
     def commit(self, state: State) -> None:
         """Puts a state into effect in the caller's NNX objects."""
-        if self._split is not None:
-            _nnx.update(self._objects, state.nnx)
-            if self.assigned(state):
-                _nnx.assign(self._objects, self._split, state.arrays)
+        if self._objects is not None:
+            pairs = [*enumerate(self.leaves)][self.plain :]
+            self._objects.write([state.get(place, x) for place, x in pairs])
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -288,14 +271,6 @@ def _positions(argnums: Sequence[int], count: int) -> list[int]:
     if len(set(positions)) < len(positions):
         raise ValueError(f"`argnums` {tuple(argnums)} names an argument twice.")
     return positions
-
-
-def _fill_slots(
-    arrays: PyTree, static: PyTree, params: Mapping[LeafName, PyTree]
-) -> PyTree:
-    """Puts the parameters of NNX objects where their slots are in the static part."""
-    fill = lambda node, x: params[node.name] if _nnx.is_slot(node) else x  # noqa: E731
-    return jax.tree.map(fill, static, arrays, is_leaf=is_none)
 
 
 def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:
@@ -326,45 +301,51 @@ def _is_equinox_state(node: object) -> bool:
     return isinstance(node, eqx.nn.State)
 
 
-def _nodes(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTree]]:
-    """Returns the leaves of a tree by name; an `eqx.nn.State` is one of them."""
-    return flatten_with_names(tree, argument, _is_equinox_state)[0]
+def _fresh(leaf: PyTree, objects: Mapping[LeafName, PyTree]) -> PyTree:
+    """Returns a leaf for one call: the object of a slot, or a copy of a state."""
+    if _nnx.is_slot(leaf):
+        return objects[leaf.name]
+    # Equinox makes a `State` unusable once a layer has written to it.
+    return jax.tree.map(lambda x: x, leaf) if _is_equinox_state(leaf) else leaf
 
 
-def _state_structures(nodes: Iterable[tuple[str, PyTree]]) -> dict[str, PyTree]:
-    return {name: jax.tree.structure(x) for name, x in nodes if _is_equinox_state(x)}
+def _unrounded(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
+    """Returns a new value, or the old one where a call has left what it found."""
+    if not is_floating(new) or found.dtype == old.dtype:
+        return new
+    # `nnx.jit` and `nnx.remat` assign what was there, rounded for the call.
+    return jnp.where(new == found.astype(new.dtype), old, new)
 
 
-def _shared_words(place: str, names: Iterable[str]) -> list[int]:
-    """Returns how many words a place has in common with each name."""
-    words = {x for x in re.split("[/_]", place) if not x.isdigit()} - {""}
-    return [len(words & {*re.split("[/_]", name)}) for name in names]
+def _arrays_in(node: PyTree) -> Arrays:
+    return tuple((name, shape_of(x)) for name, x in named_leaves(node) if is_array(x))
 
 
-def _by_name(new: Iterable[str], old: Iterable[str]) -> dict[str, str]:
-    """Pairs results with the arguments nearest in name, if that is clear."""
-    found: dict[str, str] = {}
-    for place in new:
-        shared = dict(zip(old, _shared_words(place, old), strict=True))
-        best = [name for name, n in shared.items() if n and n == max(shared.values())]
-        if len(best) != 1 or best[0] in found.values():
-            return {}
-        found[place] = best[0]
-    return found
+def _pairs(old: Mapping[str, Arrays], new: Mapping[str, Arrays]) -> dict[str, str]:
+    """Returns the names of the state that parts of a result replace, by their own names.
+
+    It is what has the very name and arrays of the part, or else the only one with these.
+    """
+    pairs = {name: name for name in old if new.get(name) == old[name]}
+    for arrays in {*old.values()}:
+        names = [x for x in old if old[x] == arrays and x not in pairs.values()]
+        places = [x for x in new if new[x] == arrays and x not in pairs]
+        is_bare = arrays[0][0] == ""  # any array may have its shape
+        if not names or not places or is_bare:
+            continue
+        if len(names) + len(places) > 2:
+            raise ValueError(
+                f"The function returned {_listed(places)} in `aux`, which may replace "
+                f"{_listed(names)}: the arrays have the same names and shapes. Return "
+                "what replaces an argument under its name and path, such as `{"
+                '"student_state": new}` or `{"student": {"batch_stats": new}}`.'
+            )
+        pairs[places[0]] = names[0]
+    return pairs
 
 
-def _nearest(place: str, collections: list[str]) -> str:
-    """Returns the collection whose name has the most in common with a place."""
-    shared = _shared_words(place, collections)
-    best = [x for x, n in zip(collections, shared, strict=True) if n == max(shared)]
-    if len(best) > 1:
-        arguments = " or ".join(f"`{name[1:]}`" for name in best)
-        raise ValueError(
-            f"The function returned `batch_stats` that may replace those of {arguments}, "
-            "whose arrays have the same names. Return them under the name of their "
-            'argument, such as `{"student": updates}`.'
-        )
-    return best[0]
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)
 
 
 def is_spoilt(pairs: Iterable[tuple[PyTree, PyTree]]) -> Bool[Array, ""]:

@@ -274,7 +274,7 @@ def calculate_scaled_grad(
 
     def answer(step: Step, scaling: LossScaling) -> tuple[PyTree, PyTree]:
         result = step.run(scaling)
-        value, (grads,) = scaling.scale(result.value), result.grads
+        value, (grads,) = scaling.scale(result.value), step.call.trees(result.grads)
         if step.options.mixed:
             grads = cast_floating(grads, step.options.policy.compute_dtype)
         aux = step.commit(result.aux, result.state)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._context import (
     COMPUTE,
+    F32,
     autocast_of,
     chosen_half_precision,
     gradient_function,
@@ -25,7 +26,7 @@ from mpx._casting._context import (
 )
 from mpx._casting._keep import is_statistic
 from mpx._casting._policy import Policy, dtype_under_amp
-from mpx._gradients._call import Call, State, is_spoilt, loss_and_aux
+from mpx._gradients._call import Call, InState, State, is_spoilt
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -34,9 +35,7 @@ from mpx._jax._tree import (
     all_finite,
     cast_floating,
     cast_leaf,
-    dtype_of,
     is_floating,
-    map_with_name,
     named_leaves,
     select_tree,
 )
@@ -152,27 +151,19 @@ class Evaluation(NamedTuple):
 
     state: State  # the state after the call
     value: Array  # the unscaled loss
-    # The gradients of the scaled loss, one tree per differentiated argument
-    grads: tuple[PyTree, ...]
+    grads: State  # of the scaled loss, by place
     spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
     observed: PyTree = None  # what delayed fp8 scales have seen
     aux: PyTree = None  # the arrays among what the function returned besides
 
 
-@dataclasses.dataclass(frozen=True)
-class _InState:
-    """Leaf that stands in `aux` for an array of the state, by its name there."""
-
-    name: str
-
-
 class Step:
     """One call of a gradient function; `call` is that of the user's function."""
 
-    # Kept while JAX traces the arrays: the rest of `aux`, and the names of the NNX
+    # Kept while JAX traces the arrays: the rest of `aux`, and the places of the NNX
     # parameters that the function changes.
     _static: PyTree = None
-    _changed: set[str] | None = None
+    _changed: set[int] | None = None
 
     def __init__(
         self,
@@ -182,37 +173,38 @@ class Step:
         kwargs: Mapping[str, PyTree],
     ) -> None:
         self.func, self.options = func, options
-        self._scales, args = take_scales(func, args)
+        scales, args = take_scales(func, args)
         # An axis of the mesh over which the batch is sharded, or a mapped one
         self.shards = shards_of(options.axis_name, args)
         self.axis_name = options.axis_name if self.shards is None else None
-        self.prepare(args, kwargs)
-        self.call = self.call_with(args, kwargs)
-        for name, leaf in named_leaves(self.call.diff) if self.axis_name else ():
-            varying = varying_axes(jax.typeof(jnp.asarray(leaf)))
+        self.call = Call(
+            func,
+            args,
+            kwargs,
+            policy=options.policy if options.mixed and not is_amp(func) else None,
+            argnums=options.argnums,
+            filters=options.filters,
+            has_aux=options.has_aux,
+            scales=scales,
+        )
+        self.prepare()
+        for place, x in self.call.diff.items() if self.axis_name else ():
+            varying = varying_axes(jax.typeof(jnp.asarray(x)))
             if sharded := varying & {*_names(self.axis_name)}:
                 raise ValueError(
-                    f"The parameter `{name}` differs between the devices of "
+                    f"The parameter `{self.call.names[place]}` differs between the devices of "
                     f"{sorted(sharded)}, so its gradients must not be averaged over "
                     "them. Pass it replicated (`in_specs=P()`), or use jit with a "
                     "NamedSharding, which needs no `axis_name`, for sharded parameters."
                 )
 
-    def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+    def prepare(self) -> None:
         """Raises a `ValueError` if the axis to average over is one of the mesh."""
-        del args, kwargs
         if self.shards is not None:
             raise ValueError(
                 f"`axis_name={self.options.axis_name!r}` is an axis of the mesh. Leave it "
                 "out: XLA sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
             )
-
-    def call_with(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Call:
-        """Returns a call with these arguments."""
-        casts = self.options.mixed and not is_amp(self.func)
-        policy = self.options.policy if casts else None
-        chosen = [*zip(self.options.argnums, self.options.filters, strict=True)]
-        return Call(self.func, args, kwargs, chosen, policy, scales=self._scales)
 
     def wire_dtype(self) -> np.dtype | str | None:
         """Returns the dtype in which mpx sums gradients over devices."""
@@ -222,21 +214,28 @@ class Step:
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Returns loss, gradients of the scaled loss, and state."""
-        return self.evaluate(self.call, self.call.state, scaling)
+        return self.evaluate(self.call.state, scaling)
 
-    def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
-        """Runs a call forward and backward on the scaled loss."""
-        has_aux, reduce = self.options.has_aux, self.options.policy.reduce_dtype
+    def evaluate(
+        self,
+        state: State,
+        scaling: LossScaling,
+        changes: Mapping[int, PyTree] | None = None,
+    ) -> Evaluation:
+        """Runs the call, with other leaves at some places, forward and backward."""
+        call, reduce = self.call, self.options.policy.reduce_dtype
         reduce = reduce if self.shards is None else None  # mpx sums over these
 
+        given = {**state, **(changes or {})}
+
         def scaled_loss(diff: PyTree, scales: PyTree) -> tuple[Array, PyTree]:
-            out, after = call.run(diff, state, scales)
-            loss, aux = loss_and_aux(out, has_aux)
-            return scaling.scale(loss), (loss, self._arrays_of(aux, call), after)
+            loss, aux, after = call.run({**given, **diff}, scales)
+            aux, self._static = eqx.partition(aux, eqx.is_array)
+            return scaling.scale(loss), (loss, aux, {**state, **after})
 
         from mpx._gradients import _uses  # it reads programs: `import mpx` does not
 
-        diff, scales = call.diff_in(state), call.scales
+        diff, scales = call.comparable(state, call.diff), call.scales
         if names := _names(self.axis_name):
             # Each device's own: the derivative with respect to a value that the devices of
             # a `shard_map` share would be summed in the compute dtype before mpx sees it.
@@ -257,12 +256,16 @@ class Step:
             total, vjp, (loss, aux, after) = jax.vjp(run, wide, scales, has_aux=True)
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))
-        if wide is not diff:
-            narrow = functools.partial(_narrow, self.options.grad_dtype)
-            grads = jax.tree.map(narrow, grads, diff)
+        # Those of parameters that were widened are as wide as was asked for.
+        asked = self.options.grad_dtype
+        dtype = asked if asked is not None and asked.itemsize > F32.itemsize else F32
+        grads = {
+            i: g if wide[i] is diff[i] else cast_leaf(g, dtype)
+            for i, g in grads.items()
+        }
         if assigned := call.assigned(after):
             if self._changed is None:
-                self._changed = _uses.changed_params(call, state, wide)
+                self._changed = _uses.changed_params(call, given, wide)
             after = call.without(after, assigned - self._changed)
         before = call.comparable(state, after)
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -273,28 +276,17 @@ class Step:
             _uses.warn_of_uses(call, program)
         return Evaluation(after, loss, grads, spoilt, observed, aux)
 
-    def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:
-        """Stores what is no array, or is part of the state, and returns the arrays."""
-        if successors := call.successors(aux):
-            aux = map_with_name(
-                lambda name, x: _InState(successors[name]) if name in successors else x,
-                aux,
-                is_leaf=lambda node: isinstance(node, eqx.nn.State),
-            )
-        arrays, self._static = eqx.partition(aux, eqx.is_array)
-        return arrays
-
     def commit(self, arrays: PyTree, state: State) -> PyTree:
         """Puts a state into effect, and returns `aux` as the function returned it."""
         self.call.commit(state)
-        find = lambda x: state.arrays[x.name] if isinstance(x, _InState) else x  # noqa: E731
+        find = lambda x: state[x.place] if isinstance(x, InState) else x  # noqa: E731
         return jax.tree.map(find, eqx.combine(arrays, self._static))
 
     def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
         """Runs the step, puts the state into effect and returns the public result."""
         first = scaling.loss_scaling
         result, scaling, finite = self._attempt(scaling)
-        state, scales, retry = self.call.state, self._scales, self.options.retry
+        state, scales, retry = self.call.state, self.call.scales, self.options.retry
         if retry and self.options.mixed:
             (result, scaling, finite), _ = lax.while_loop(
                 lambda carry: ~carry[0][2] & (carry[1] < retry),
@@ -309,7 +301,8 @@ class Step:
             # Maxima of gradients grow with the scale. What was observed has the new one.
             scales = scales.rescaled(scaling.loss_scaling / first)
             fp8 = select_tree(finite, scales.update(result.observed), scales)
-        grads = result.grads if self.options.several else result.grads[0]
+        grads = self.call.trees(result.grads)
+        grads = grads if self.options.several else grads[0]
         aux = self.commit(result.aux, after)
         return GradResult(result.value, aux, grads, scaling, finite, fp8)
 
@@ -343,26 +336,15 @@ class Step:
             return together(x, axis_name)
 
         # A parameter to which the function has assigned stays the same on all devices.
-        arrays = dict(result.state.arrays)
-        for name in self.call.assigned(result.state):
-            arrays[name] = lax.pmean(arrays[name], axis_name)
+        assigned = self.call.assigned(result.state)
+        same = {i: lax.pmean(result.state[i], axis_name) for i in assigned}
         return result._replace(
             value=together(result.value, axis_name),
-            state=result.state._replace(arrays=arrays),
+            state=result.state | same,
             grads=jax.tree.map(total, result.grads),
             spoilt=~all_devices(~result.spoilt, axis_name),
             observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
         )
-
-
-def _narrow(grad_dtype: np.dtype | None, grad: Array, param: object) -> Array:
-    """Returns a gradient no wider than its parameter, f32 and what was asked for."""
-    if not is_floating(grad):
-        return grad
-    dtype = at_least_f32(dtype_of(param))
-    if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
-        dtype = grad_dtype
-    return cast_leaf(grad, dtype)
 
 
 def _names(axis_name: AxisName | None) -> tuple[str, ...]:
