@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import make_jit_context
 from mpx._jax._formats import FORMATS, parse_float_dtype, short_name
-from mpx._jax._tree import AxisName
+from mpx._jax._tree import AxisName, axis_names
 
 # What the user chose. Until then the paper's functions take f16, and `amp`, which has no
 # loss scale of its own, bf16.
@@ -173,9 +173,12 @@ class Shards(NamedTuple):
 
 def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
     """Returns the axes of a mesh that are named, if no transformation has bound them."""
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    if not axes or _are_bound(axes):
+    axes = axis_names(axis_name)
+    if not axes:
         return None
+    with contextlib.suppress(NameError):
+        lax.axis_size(axes)
+        return None  # a transformation has bound them
     meshes = [jax.sharding.get_abstract_mesh()]
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     meshes += [jax.typeof(x).sharding.mesh for x in arrays]
@@ -196,14 +199,6 @@ def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
             "`jax.make_mesh(..., axis_types=(AxisType.Auto,))`."
         )
     return Shards(found[0], axes)
-
-
-def _are_bound(axes: tuple[str, ...]) -> bool:
-    try:
-        lax.axis_size(axes)
-    except NameError:
-        return False
-    return True
 
 
 def on_several_devices(x: Array) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Concatenate, NamedTuple, Unpack, overload
+from typing import Concatenate, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
 from mpx._jax._compat import varying_like, zeros_of
 from mpx._jax._tree import (
-    LeafName,
     dtype_of,
     is_array,
     is_floating,
@@ -148,15 +147,21 @@ class _Window(Step):
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
                 "and `batch_argnums` to different arguments."
             )
-        positions = {name: i for i, name in enumerate(call.arguments)}
-        leaves = [
-            _Leaf(
-                name, i := positions.get(name.argument), x, _kind(name, x, i in batches)
-            )
-            for name, x in zip(call.names, call.leaves[: call.plain], strict=False)
-        ]
+        rows, keys, shared = list[int](), list[int](), list[int]()
+        for place, x in enumerate(call.leaves[: call.plain]):
+            shape, in_batch = shape_of(x), self._position(place) in batches
+            if not is_array(x) or is_state(call.names[place]):
+                continue
+            if (_is_typed_key(x) and not (in_batch and shape)) or (
+                _may_be_raw_key(x) and len(shape) == 1
+            ):
+                keys.append(place)
+            else:
+                (rows if in_batch else shared).append(place)
         steps, shards = options.steps, getattr(self.shards, "size", 1)
-        _check_leaves(leaves, batches, params, steps, shards)
+        size = self._check_rows(rows, steps * shards)
+        if steps * shards > 1:
+            self._check_others([*keys, *shared], params, size)
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
@@ -168,11 +173,68 @@ class _Window(Step):
 
         index = jnp.arange(steps * shards)
         index = index if self.shards is None else jnp.reshape(index, (steps, shards))
-        rows = {i: split(x.value) for i, x in enumerate(leaves) if x.kind == "row"}
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
-        self.parts = rows, index
-        keys = [i for i, x in enumerate(leaves) if x.kind == "key"]
+        self.parts = {place: split(call.leaves[place]) for place in rows}, index
         self._keys = keys if steps * shards > 1 else []
+
+    def _position(self, place: int) -> int | None:
+        """Returns the position of the argument with a leaf, `None` for a keyword."""
+        argument, names = self.call.names[place].argument, self.call.arguments
+        return names.index(argument) if argument in names else None
+
+    def _check_rows(self, places: list[int], count: int) -> int:
+        """Returns how many rows the batch has, which can be split into so many parts."""
+        batches, shards = self.options.batches, self.shards
+        if not places:
+            listed = ", ".join(map(str, batches)) or "none"
+            raise ValueError(
+                f"The batch (argument {listed}) holds no array that could be split. Set "
+                "`batch_argnums` to the arguments of the function that are batches."
+            )
+        first, sizes = places[0], []
+        for place in places:
+            name, shape = self.call.names[place], shape_of(self.call.leaves[place])
+            sizes += shape[:1]
+            if not shape or shape[0] % count:
+                each = "" if shards is None else f" for each of {shards.size} shards"
+                raise ValueError(
+                    f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
+                    f"split into {self.options.steps} equal parts{each}. Choose a batch "
+                    f"size that is a multiple of {count}, and pass what has no rows as "
+                    "another argument."
+                )
+            if shape[0] != sizes[0] and count > 1:
+                raise ValueError(
+                    f"The batch has {sizes[0]} rows in one array "
+                    f"(`{self.call.names[first]}`) and {shape[0]} in another (`{name}`), "
+                    "so that microbatches of different sizes would meet. Give all arrays "
+                    "of the batch one leading size, and pass others as further arguments."
+                )
+        return sizes[0]
+
+    def _check_others(self, places: list[int], params: set[int], size: int) -> None:
+        """Raises a `ValueError` if what each part gets whole looks like rows, or keys."""
+        for place in places:
+            name, x = self.call.names[place], self.call.leaves[place]
+            shape, position = shape_of(x), self._position(place)
+            is_param, is_key = position in params, _may_be_raw_key(x)
+            if is_key and (is_param or len(shape) > 1 or shape == (size,)):
+                raise ValueError(
+                    f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG "
+                    "keys. Pass typed keys, made by `jax.random.key` or "
+                    "`jax.random.wrap_key_data`, so that each microbatch gets its own; and "
+                    "other numbers as int32."
+                )
+            if not is_key and not is_param and shape[:1] == (size,):
+                remedy = "Pass it by position, and add that to `batch_argnums`"
+                if position is not None:
+                    split = tuple(sorted({*self.options.batches, position}))
+                    remedy = f"Split it, too, with `batch_argnums={split}`"
+                raise ValueError(
+                    f"`{name}` has {size} rows, as the batch has, but it is not split: each "
+                    f"microbatch would get all of them. {remedy}. If it is no part of the "
+                    "batch, let the function close over it."
+                )
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
@@ -241,26 +303,7 @@ class _Window(Step):
             )
 
 
-# --- Arguments: rows that are split, keys that are folded, and the rest ---------------
-
-
-class _Leaf(NamedTuple):
-    """A leaf of the arguments; `position` is `None` for a keyword argument."""
-
-    name: LeafName
-    position: int | None
-    value: PyTree
-    kind: str  # "row", "key", "shared", or "state" which is handed on as it is
-
-
-def _kind(name: LeafName, value: PyTree, in_batch: bool) -> str:
-    shape = shape_of(value)
-    if not is_array(value) or is_state(name):
-        return "state"
-    is_typed_key = _is_typed_key(value) and not (in_batch and shape)
-    if is_typed_key or (_may_be_raw_key(value) and len(shape) == 1):
-        return "key"
-    return "row" if in_batch else "shared"
+# --- Keys -----------------------------------------------------------------------------
 
 
 def _is_typed_key(x: object) -> bool:
@@ -276,66 +319,6 @@ def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
     fold = lambda key: jax.random.fold_in(key, index)  # noqa: E731
     signature = None if _is_typed_key(key) else "(k)->(k)"
     return jnp.vectorize(fold, signature=signature)(key)
-
-
-def _check_leaves(
-    leaves: Sequence[_Leaf],
-    batches: tuple[int, ...],
-    params: set[int],
-    steps: int,
-    shards: int,
-) -> None:
-    """Raises a `ValueError` unless the arguments can be split."""
-    rows = [leaf for leaf in leaves if leaf.kind == "row"]
-    if not rows:
-        listed = ", ".join(map(str, batches)) or "none"
-        raise ValueError(
-            f"The batch (argument {listed}) holds no array that could be split. Set "
-            "`batch_argnums` to the arguments of the function that are batches."
-        )
-    first, count = rows[0], steps * shards
-    size = shape_of(first.value)[:1]
-    for name, _, value, _ in rows:
-        shape = shape_of(value)
-        if not shape or shape[0] % count:
-            each = f" for each of {shards} shards" if shards > 1 else ""
-            raise ValueError(
-                f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
-                f"split into {steps} equal parts{each}. Choose a batch size that is a "
-                f"multiple of {count}, and pass what has no rows as another argument."
-            )
-        if shape[:1] != size and count > 1:
-            raise ValueError(
-                f"The batch has {size[0]} rows in one array (`{first.name}`) and "
-                f"{shape[0]} in another (`{name}`), so that microbatches of different "
-                "sizes would meet. Give all arrays of the batch one leading size, and "
-                "pass others as further arguments."
-            )
-    for name, position, value, kind in leaves if count > 1 else ():
-        if kind not in ("key", "shared"):
-            continue
-        shape, is_param, is_key = (
-            shape_of(value),
-            position in params,
-            _may_be_raw_key(value),
-        )
-        if is_key and (is_param or len(shape) > 1 or shape == size):
-            raise ValueError(
-                f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG "
-                "keys. Pass typed keys, made by `jax.random.key` or "
-                "`jax.random.wrap_key_data`, so that each microbatch gets its own; and "
-                "other numbers as int32."
-            )
-        if not is_key and not is_param and shape[:1] == size:
-            remedy = "Pass it by position, and add that to `batch_argnums`"
-            if position is not None:
-                split = tuple(sorted({*batches, position}))
-                remedy = f"Split it, too, with `batch_argnums={split}`"
-            raise ValueError(
-                f"`{name}` has {size[0]} rows, as the batch has, but it is not split: each "
-                f"microbatch would get all of them. {remedy}. If it is no part of the "
-                "batch, let the function close over it."
-            )
 
 
 # --- Gradients of the shards, stacked along a first axis that is sharded as the batch -

@@ -8,6 +8,7 @@ repeated, accumulated and undone.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,12 +18,20 @@ from jax.tree_util import treedef_tuple
 from jaxtyping import Array, Bool, PyTree
 
 from mpx._casting._cast import cast_like
-from mpx._casting._context import argument_names, original
+from mpx._casting._context import (
+    argument_names,
+    autocast_of,
+    chosen_half_precision,
+    is_amp,
+    original,
+    take_scales,
+)
 from mpx._casting._keep import is_statistic
-from mpx._casting._policy import Policy
+from mpx._casting._policy import Policy, dtype_under_amp
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
+    AxisName,
     LeafName,
     cast_leaf,
     flatten_with_names,
@@ -33,6 +42,7 @@ from mpx._jax._tree import (
     named_leaves,
     shape_of,
 )
+from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
 State = dict[int, PyTree]
 """What a call replaces among its leaves, by place.
@@ -49,6 +59,58 @@ class InState:
     """Leaf that stands in `aux` for a part of the state, by its place."""
 
     place: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions:
+    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
+
+    argnums: tuple[int, ...]
+    filters: tuple[Any, ...]  # of variables of NNX, for each; `None`: parameters
+    several: bool  # whether the gradients are a tuple
+    has_aux: bool
+    policy: Policy
+    grad_dtype: np.dtype | None
+    axis_name: AxisName | None
+    retry: int
+    mixed: bool
+    # Of `accumulate`: the parts, the arguments that are split, and whether to average
+    steps: int = 1
+    batches: tuple[int, ...] = ()
+    mean: bool = True
+
+    def for_call(
+        self, func: Callable[..., PyTree], scaling: LossScaling | None
+    ) -> "GradOptions":
+        """Returns the options of one call, in which the policy names a compute dtype."""
+        policy, low = self.policy, dtype_under_amp(func, self.policy)
+        if not self.mixed:
+            if low is not None:
+                raise ValueError(
+                    "`use_mixed_precision=False` switches nothing off in a function "
+                    "under `amp`, which computes in 16 bits by itself. Pass the function "
+                    "without `amp`."
+                )
+            return self
+        own = None if self.axis_name is not None else autocast_of(func)
+        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
+        if None not in reduces and reduces[0] != reduces[1]:
+            raise ValueError(
+                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
+                "Leave one out."
+            )
+        has_none = isinstance(scaling, NoLossScaling)
+        default = np.dtype(jnp.bfloat16 if has_none else np.float16)
+        dtype = low or policy.compute_dtype or chosen_half_precision() or default
+        if dtype == np.float16 and (scaling is None or has_none):
+            raise ValueError(
+                "f16 gradients need a loss scaling: without one, those below 6e-8 become "
+                "0. Pass `mpx.DynamicLossScaling.pow2()` as the scaling; or compute in "
+                'bf16, with `policy="p=f32,c=bf16,o=f32"` or `amp(func, "bf16")`. '
+                "`mpx.StaticLossScaling(1.0)` is f16 with a scale of 1."
+            )
+        policy = dataclasses.replace(policy, compute_dtype=dtype)
+        return dataclasses.replace(self, policy=policy)
 
 
 class Call:
@@ -68,25 +130,21 @@ class Call:
     def __init__(
         self,
         func: Callable[..., PyTree],
+        options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
-        policy: Policy | None,
-        *,
-        argnums: Sequence[int],
-        filters: Sequence[PyTree],
-        has_aux: bool,
-        scales: PyTree,
     ) -> None:
-        self._func, self._has_aux = func, has_aux
-        self.policy, self.scales = policy, scales
+        self._func, self._has_aux = func, options.has_aux
+        self.policy = options.policy if options.mixed and not is_amp(func) else None
+        self.scales, args = take_scales(func, args)
         # A name that also comes by keyword is for the function to refuse or to accept.
         self.arguments = [
             f"{name}[{number}]" if name in kwargs else name
             for number, name in enumerate(argument_names(original(func), len(args)))
         ]
-        positions = _positions(argnums, len(args))
+        positions = _positions(options.argnums, len(args))
         chosen = (self.arguments[i] for i in positions)
-        wanted: dict[str, PyTree] = dict(zip(chosen, filters, strict=True))
+        wanted: dict[str, PyTree] = dict(zip(chosen, options.filters, strict=True))
         # Keywords as `jax.jit` hands them on.
         self._keywords, arguments = sorted(kwargs), {**kwargs}
         arguments.update(zip(self.arguments, args, strict=True))

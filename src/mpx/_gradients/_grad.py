@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 
 from mpx._casting._context import has_scales, hide_signature
 from mpx._casting._policy import Policy, as_policy
-from mpx._gradients._step import GradOptions, GradResult, Scaling, Step
+from mpx._gradients._call import GradOptions
+from mpx._gradients._step import GradResult, Scaling, Step
 from mpx._jax._arguments import (
     as_count,
     check_axis_name,
@@ -220,13 +221,7 @@ def filter_value_and_grad(
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
     is the loss that `func` returned, as in `GradResult`, or `(loss, aux)` if `has_aux`.
-
-    Args:
-        func: The loss function. This and the others are as in `filter_grad`.
-        scaling: The loss scaling.
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast, scaled or checked.
-        **options: Options of `value_and_grad`.
+    For arguments see `filter_grad`.
 
     Examples:
         >>> from mpx import DynamicLossScaling
@@ -256,13 +251,8 @@ def calculate_scaled_grad(
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
     adjust by themselves. The returned function returns `(value, grads)`, with
-    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
-
-    Args:
-        func: The loss function. This and the others are as in `filter_grad`.
-        scaling: The loss scaling.
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast or scaled.
+    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32. For
+    arguments see `filter_grad`.
 
     Examples:
         >>> from mpx import StaticLossScaling

@@ -1,7 +1,6 @@
 """One step of a gradient function: cast, scale, differentiate, reduce, unscale, check."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -16,23 +15,19 @@ from jaxtyping import Array, Bool, PyTree
 from mpx._casting._context import (
     COMPUTE,
     F32,
-    autocast_of,
-    chosen_half_precision,
     gradient_function,
-    is_amp,
     reducing_in,
     shards_of,
-    take_scales,
 )
 from mpx._casting._keep import is_statistic
-from mpx._casting._policy import Policy, dtype_under_amp
-from mpx._gradients._call import Call, InState, State, is_spoilt
+from mpx._gradients._call import Call, GradOptions, InState, State, is_spoilt
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     AxisName,
     all_devices,
     all_finite,
+    axis_names,
     cast_floating,
     cast_leaf,
     is_floating,
@@ -92,60 +87,6 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         return tuple.__iter__(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradOptions:
-    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
-
-    argnums: tuple[int, ...]
-    filters: tuple[
-        Any, ...
-    ]  # of variables of NNX, for each of them; `None`: parameters
-    several: bool  # whether the gradients are a tuple
-    has_aux: bool
-    policy: Policy
-    grad_dtype: np.dtype | None
-    axis_name: AxisName | None
-    retry: int
-    mixed: bool
-    # Of `accumulate`: the parts, the arguments that are split, and whether to average
-    steps: int = 1
-    batches: tuple[int, ...] = ()
-    mean: bool = True
-
-    def for_call(
-        self, func: Callable[..., PyTree], scaling: LossScaling | None
-    ) -> "GradOptions":
-        """Returns the options of one call, in which the policy names a compute dtype."""
-        policy, low = self.policy, dtype_under_amp(func, self.policy)
-        if not self.mixed:
-            if low is not None:
-                raise ValueError(
-                    "`use_mixed_precision=False` switches nothing off in a function "
-                    "under `amp`, which computes in 16 bits by itself. Pass the function "
-                    "without `amp`."
-                )
-            return self
-        own = None if self.axis_name is not None else autocast_of(func)
-        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
-        if None not in reduces and reduces[0] != reduces[1]:
-            raise ValueError(
-                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
-                "Leave one out."
-            )
-        has_none = isinstance(scaling, NoLossScaling)
-        default = np.dtype(jnp.bfloat16 if has_none else np.float16)
-        dtype = low or policy.compute_dtype or chosen_half_precision() or default
-        if dtype == np.float16 and (scaling is None or has_none):
-            raise ValueError(
-                "f16 gradients need a loss scaling: without one, those below 6e-8 become "
-                "0. Pass `mpx.DynamicLossScaling.pow2()` as the scaling; or compute in "
-                'bf16, with `policy="p=f32,c=bf16,o=f32"` or `amp(func, "bf16")`. '
-                "`mpx.StaticLossScaling(1.0)` is f16 with a scale of 1."
-            )
-        policy = dataclasses.replace(policy, compute_dtype=dtype)
-        return dataclasses.replace(self, policy=policy)
-
-
 class Evaluation(NamedTuple):
     """One forward and backward pass: everything in it is an array or a pytree of them."""
 
@@ -172,25 +113,14 @@ class Step:
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> None:
-        self.func, self.options = func, options
-        scales, args = take_scales(func, args)
+        self.options, self.call = options, Call(func, options, args, kwargs)
         # An axis of the mesh over which the batch is sharded, or a mapped one
-        self.shards = shards_of(options.axis_name, args)
+        self.shards = shards_of(options.axis_name, self.call.leaves)
         self.axis_name = options.axis_name if self.shards is None else None
-        self.call = Call(
-            func,
-            args,
-            kwargs,
-            policy=options.policy if options.mixed and not is_amp(func) else None,
-            argnums=options.argnums,
-            filters=options.filters,
-            has_aux=options.has_aux,
-            scales=scales,
-        )
         self.prepare()
         for place, x in self.call.diff.items() if self.axis_name else ():
             varying = varying_axes(jax.typeof(jnp.asarray(x)))
-            if sharded := varying & {*_names(self.axis_name)}:
+            if sharded := varying & {*axis_names(self.axis_name)}:
                 raise ValueError(
                     f"The parameter `{self.call.names[place]}` differs between the devices of "
                     f"{sorted(sharded)}, so its gradients must not be averaged over "
@@ -236,7 +166,7 @@ class Step:
         from mpx._gradients import _uses  # it reads programs: `import mpx` does not
 
         diff, scales = call.comparable(state, call.diff), call.scales
-        if names := _names(self.axis_name):
+        if names := axis_names(self.axis_name):
             # Each device's own: the derivative with respect to a value that the devices of
             # a `shard_map` share would be summed in the compute dtype before mpx sees it.
             local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
@@ -345,7 +275,3 @@ class Step:
             spoilt=~all_devices(~result.spoilt, axis_name),
             observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
         )
-
-
-def _names(axis_name: AxisName | None) -> tuple[str, ...]:
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())

@@ -51,23 +51,24 @@ def changed_params(call: Call, given: State, diff: State) -> set[int]:
     found = flow.run(jaxpr, dict(zip(body.invars, labels, strict=True)))
     # The policy casts to 16 bits and back.
     casts = (0,) if call.low is None else (0, 2)
-    changed = {
-        place: var
-        for place, label, var in zip(sorted(after), found, body.outvars, strict=True)
-        if label not in [(place, count) for count in casts]
-    }
-    for eqn in body.eqns:
-        if primitive_name(eqn) == "convert_element_type":
-            rounded = [x for x, var in changed.items() if var is eqn.outvars[0]]
-            if rounded and (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
-                warn(
-                    f"The function assigns to the parameter `{call.names[rounded[0]]}` what it "
-                    f"computed in {dtype.name}, so that its f32 numbers are rounded in "
-                    "each step and small updates are lost. Keep its module in f32 with "
-                    "`mpx.Policy(keep=...)`, or use `mpx.amp(loss)`, which leaves "
-                    "parameters in f32."
-                )
-    return set(changed)
+    equations = {id(var): eqn for eqn in body.eqns for var in eqn.outvars}
+    changed: set[int] = set()
+    for place, label, var in zip(sorted(after), found, body.outvars, strict=True):
+        if label in [(place, count) for count in casts]:
+            continue
+        changed.add(place)
+        eqn = equations.get(id(var))
+        if eqn is None or primitive_name(eqn) != "convert_element_type":
+            continue
+        if (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
+            warn(
+                f"The function assigns to the parameter `{call.names[place]}` what it "
+                f"computed in {dtype.name}, so that its f32 numbers are rounded in each "
+                "step and small updates are lost. Keep its module in f32 with "
+                "`mpx.Policy(keep=...)`, or use `mpx.amp(loss)`, which leaves parameters "
+                "in f32."
+            )
+    return changed
 
 
 def warn_of_uses(call: Call, program: PyTree) -> None:

@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import has_explicit_axes, is_tracer
 from mpx._jax._private import private
+from mpx._jax._tree import axis_names
 
 
 def zeros_alike(
@@ -144,7 +145,7 @@ def fsdp_shardings(
             f"`mesh` must be a `jax.sharding.Mesh`, but {type(mesh).__name__} was given. "
             "The parameters come first: `fsdp_shardings(params, mesh)`."
         )
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = axis_names(axis)
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:
         raise ValueError(
@@ -259,17 +260,8 @@ def over_shards(
     **sizes: int,
 ) -> PyTree:
     """Calls a kernel, which XLA cannot partition, on each device with its shards."""
-    mesh = jax.typeof(like).sharding.mesh
-    if mesh.are_all_axes_manual or not like.ndim:
+    if jax.typeof(like).sharding.mesh.are_all_axes_manual or not like.ndim:
         return local(*args)
-    if has_explicit_axes(mesh):
-        given, results = layout(*jax.tree.map(jax.typeof, args))
-        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
-        call = jax.shard_map(
-            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )
-        return call(*jax.tree.map(_resharded, args, given))
-
     parts = lambda mesh, args, _: (local, *layout(*args))  # noqa: E731
     return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
 
@@ -287,8 +279,17 @@ def partitioned(
     whole: Sequence[str] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> PyTree:
-    """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
+    """Calls a function on each device, with the parts that it has of the arguments."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+    for mesh in filter(has_explicit_axes, meshes):
+        local, *places = parts(mesh, jax.tree.map(jax.typeof, args), None)
+        specs = jax.tree.map(lambda sharding: sharding.spec, places)
+        call = jax.shard_map(
+            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+        return call(*jax.tree.map(_resharded, args, places[0]))
 
+    # Only XLA knows automatic shardings.
     def partition(mesh: Any, args: PyTree, result: Any) -> tuple[PyTree, ...]:
         local, given, results = parts(mesh, args, result)
         return mesh, local, results, given
@@ -319,7 +320,6 @@ def one_device_each(
     arrays are such stacks, with equal rows and columns. Devices that have parts of a
     matrix, or the same ones, divide the matrices among them.
     """
-    mesh = jax.typeof(arrays[0]).sharding.mesh
     plain = functools.partial(one_stack, func)
     kinds = {kind for x in arrays for kind in jax.typeof(x).sharding.mesh.axis_types}
     if kinds - {AxisType.Explicit} and kinds - {AxisType.Auto}:
@@ -330,13 +330,6 @@ def one_device_each(
         shardings = [_even(mesh, x) for x in types]
         return functools.partial(_exchanged, func, shardings), (shardings,), shardings
 
-    if kinds == {AxisType.Explicit}:
-        local, given, results = parts(mesh, ([*map(jax.typeof, arrays)],), None)
-        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
-        call = jax.shard_map(
-            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )
-        return call(jax.tree.map(_resharded, list(arrays), results))
     axes = ", ".join(f"count{i} rows{i} columns{i}" for i in range(len(arrays)))
     return partitioned(plain, (list(arrays),), parts, rule=f"{axes} -> {axes}")
 

@@ -24,6 +24,11 @@ AxisName = str | tuple[str, ...]
 _JOINED, _JOINED_SIZE = 24, 2**22
 
 
+def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the names of several axes, of one or of none."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+
+
 def is_array(leaf: object) -> bool:
     """Returns whether `leaf` is a JAX or NumPy array, a NumPy scalar or a tracer."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
