@@ -184,8 +184,8 @@ BREAKS = [
     Break(
         "gradients are unscaled by the next scale",
         "_gradients",
-        "unscaled = scaling.unscale(result.grads)",
-        "unscaled = scaling.adjust(True).unscale(result.grads)",
+        "= scaling.unscale(result.grads)",
+        "= scaling.adjust(True).unscale(result.grads)",
         "grad",
         "growth_step",
     ),
@@ -232,8 +232,8 @@ BREAKS = [
     Break(
         "one device decides by itself",
         "_gradients",
-        "spoilt=~all_devices(~result.spoilt, axis_name)",
-        "spoilt=result.spoilt",
+        "intact=all_devices(result.intact, axis_name)",
+        "intact=result.intact",
         "grad_sharded",
         "state_spoilt",
     ),

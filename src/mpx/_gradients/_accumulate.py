@@ -261,7 +261,7 @@ class _Window(Step):
                 state=new.state,
                 value=total.value + new.value,
                 grads=_pin_shards(grads, shards),
-                spoilt=total.spoilt | new.spoilt,
+                intact=total.intact & new.intact,
                 # All parts are scaled alike, by what the window before has seen.
                 observed=jax.tree.map(jnp.maximum, total.observed, new.observed),
             )
@@ -275,6 +275,7 @@ class _Window(Step):
         total = jax.tree.map(zeros_of, like._replace(state={}, aux=None))
         total = total._replace(
             state=jax.tree.map(varying_like, before, like.state),
+            intact=~total.intact,
             grads=_pin_shards(total.grads, shards),
         )
         result, aux = lax.scan(body, total, self.parts)
@@ -284,7 +285,7 @@ class _Window(Step):
             result = result._replace(
                 value=jnp.sum(result.value, axis=0),
                 grads=jax.tree.map(summed, result.grads, self.call.diff),
-                spoilt=jnp.any(result.spoilt, axis=0),
+                intact=jnp.all(result.intact, axis=0),
                 observed=_largest_of_shards(result.observed),
             )
         if not self.options.mean:

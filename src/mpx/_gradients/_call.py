@@ -7,7 +7,7 @@ repeated, accumulated and undone.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import treedef_tuple
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, PyTree
 
 from mpx._casting._cast import cast_like
 from mpx._casting._context import (
@@ -404,19 +404,3 @@ def _pairs(old: Mapping[str, Arrays], new: Mapping[str, Arrays]) -> dict[str, st
 
 def _listed(names: Sequence[str]) -> str:
     return " or ".join(f"`{name}`" for name in names)
-
-
-def is_spoilt(pairs: Iterable[tuple[PyTree, PyTree]]) -> Bool[Array, ""]:
-    """Returns whether a number became infinite or nan that was finite.
-
-    The pairs are arrays before and after; `None` for before counts as finite.
-    """
-    checks = []
-    for before, after in pairs:
-        if after is before or not is_inexact(after):
-            continue  # an array that was not replaced costs nothing
-        spoilt = ~jnp.isfinite(after)
-        if before is not None and shape_of(before) == shape_of(after):
-            spoilt &= jnp.isfinite(before)
-        checks.append(jnp.any(spoilt))
-    return jnp.stack(checks).any() if checks else jnp.array(False)

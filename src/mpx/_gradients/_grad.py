@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from mpx._casting._cast import cast_tree
 from mpx._casting._context import has_scales, hide_signature
 from mpx._casting._policy import Policy, as_policy
 from mpx._gradients._call import GradOptions
@@ -21,7 +22,7 @@ from mpx._jax._arguments import (
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import parse_float_dtype
 from mpx._jax._nnx import DiffState
-from mpx._jax._tree import AxisName, cast_floating
+from mpx._jax._tree import AxisName
 from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
@@ -264,11 +265,11 @@ def calculate_scaled_grad(
 
     def answer(step: Step, scaling: LossScaling) -> tuple[PyTree, PyTree]:
         result = step.run(scaling)
-        value, (grads,) = scaling.scale(result.value), step.call.trees(result.grads)
+        value, grads = scaling.scale(result.value), result.grads
         if step.options.mixed:
-            grads = cast_floating(grads, step.options.policy.compute_dtype)
+            grads = cast_tree(grads, step.options.policy.resolved_compute_dtype())
         aux = step.commit(result.aux, result.state)
-        return ((value, aux) if has_aux else value), grads
+        return ((value, aux) if has_aux else value), step.call.trees(grads)[0]
 
     check_scaling(scaling)
     options = grad_options(has_aux, use_mixed_precision)

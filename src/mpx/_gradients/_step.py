@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from mpx._casting._cast import cast_tree
 from mpx._casting._context import (
     COMPUTE,
     F32,
@@ -20,7 +21,7 @@ from mpx._casting._context import (
     shards_of,
 )
 from mpx._casting._keep import is_statistic
-from mpx._gradients._call import Call, GradOptions, InState, State, is_spoilt
+from mpx._gradients._call import Call, GradOptions, InState, State
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
@@ -28,13 +29,13 @@ from mpx._jax._tree import (
     all_devices,
     all_finite,
     axis_names,
-    cast_floating,
     cast_leaf,
     is_floating,
     named_leaves,
     select_tree,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+from mpx._updates._update import stays_finite
 
 Grads = TypeVar("Grads")
 Scaling = TypeVar("Scaling", bound=LossScaling)
@@ -93,7 +94,7 @@ class Evaluation(NamedTuple):
     state: State  # the state after the call
     value: Array  # the unscaled loss
     grads: State  # of the scaled loss, by place
-    spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
+    intact: Bool[Array, ""]  # whether no finite state has become infinite or nan
     observed: PyTree = None  # what delayed fp8 scales have seen
     aux: PyTree = None  # the arrays among what the function returned besides
 
@@ -197,14 +198,12 @@ class Step:
             if self._changed is None:
                 self._changed = _uses.changed_params(call, given, wide)
             after = call.without(after, assigned - self._changed)
-        before = call.comparable(state, after)
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
         # `batch_stats` in a result may replace none among the arguments.
-        unknown = [(None, x) for name, x in named_leaves(aux) if is_statistic(name)]
-        spoilt = is_spoilt([*pairs, *unknown])
+        others = all_finite([x for name, x in named_leaves(aux) if is_statistic(name)])
+        intact = others & stays_finite(call.comparable(state, after), after, ())
         for program in programs:
             _uses.warn_of_uses(call, program)
-        return Evaluation(after, loss, grads, spoilt, observed, aux)
+        return Evaluation(after, loss, grads, intact, observed, aux)
 
     def commit(self, arrays: PyTree, state: State) -> PyTree:
         """Puts a state into effect, and returns `aux` as the function returned it."""
@@ -242,12 +241,12 @@ class Step:
         if self.axis_name is not None:
             result = self._reduced(result, self.axis_name)
         # Undo with the scale that scaled: after a growth step the new one is larger.
-        unscaled = scaling.unscale(result.grads)
-        grads = cast_floating(unscaled, self.options.grad_dtype)
+        unscaled, dtype = scaling.unscale(result.grads), self.options.grad_dtype
+        grads = unscaled if dtype is None else cast_tree(unscaled, dtype)
         result = result._replace(grads=grads)
         if not self.options.mixed:
             return result, scaling, jnp.array(True)
-        finite = all_finite((grads, result.value)) & ~result.spoilt
+        finite = all_finite((grads, result.value)) & result.intact
         new = scaling.adjust(finite)
         if result.observed is not None:
             growth = new.loss_scaling / scaling.loss_scaling
@@ -272,6 +271,6 @@ class Step:
             value=together(result.value, axis_name),
             state=result.state | same,
             grads=jax.tree.map(total, result.grads),
-            spoilt=~all_devices(~result.spoilt, axis_name),
+            intact=all_devices(result.intact, axis_name),
             observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
         )

@@ -78,13 +78,6 @@ def cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
         return leaf.astype(dtype)
 
 
-def cast_floating(tree: PyTree, dtype: np.dtype | None) -> PyTree:
-    """Casts the floating leaves of a plain pytree; `None` leaves them as they are."""
-    if dtype is None:
-        return tree
-    return jax.tree.map(lambda x: cast_leaf(x, dtype) if is_floating(x) else x, tree)
-
-
 def path_name(path: Sequence[Any]) -> str:
     """Returns `layers/0/weight` for a key path; the root is the empty string."""
     return keystr(tuple(path), simple=True, separator="/")
