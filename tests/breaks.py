@@ -200,8 +200,8 @@ BREAKS = [
     Break(
         "a skipped step keeps its statistics",
         "_gradients",
-        "after = select_tree(finite, after, self.call.comparable(state, after))",
-        "pass",
+        "after = select_tree(finite, result.state, before)",
+        "after = result.state",
         "stateful",
         "skipped_step_rolls",
     ),

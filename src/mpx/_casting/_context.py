@@ -265,23 +265,21 @@ def has_scales(func: Callable[..., PyTree]) -> bool:
 
 def take_scales(
     func: Callable[..., PyTree], args: Sequence[PyTree]
-) -> tuple[PyTree, Sequence[PyTree]]:
-    """Splits off the `Fp8State` that a function with delayed scaling takes first."""
-    if not has_scales(func):
-        return None, args
+) -> tuple[PyTree, Sequence[PyTree], Callable[..., PyTree]]:
+    """Splits off the `Fp8State` that a function with delayed scaling takes first.
+
+    The function that is returned takes the other arguments.
+    """
+    delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
+    if not delayed:
+        return None, args, func
     if not args or not hasattr(args[0], "amaxes"):
         found = type(args[0]).__name__ if args else "nothing"
         raise TypeError(
             "A function under `fp8` with `DelayedScaling` takes an `Fp8State` after the "
             f"loss scaling, but {found} was given. Make one with `.init(*args)`."
         )
-    return args[0], args[1:]
-
-
-def original(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns the function whose arguments come after the `Fp8State`."""
-    delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
-    return delayed[-1].func if delayed else func
+    return args[0], args[1:], delayed[-1].func
 
 
 def argument_names(func: Callable[..., PyTree], count: int) -> list[str]:

@@ -91,13 +91,12 @@ class Keep:
         """Marks cast arguments; modules of kept types run as by `force_full_precision`."""
         chosen = [x for x in self._selected.selectors if isinstance(x, type)]
         types = (*chosen, *self._always)
-        outer, token = _called.get(set[type]()), _called.set(self._called)
+        token = _called.set((*_called.get(), self._called))
         try:
             with calls_marked(types, _in_f32), arguments_cast_to(self._dtype):
                 yield
         finally:
             _called.reset(token)
-            outer |= self._called
 
     def check(self, func: Callable[..., PyTree]) -> None:
         """Raises for selectors that have selected nothing in the call of `func`."""
@@ -137,8 +136,8 @@ _own_calls: dict[type, PyTree] = {}  # what these classes define, `None` if they
 _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
 
 
-# The types of which an object was called in the innermost block of this thread.
-_called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
+# For each block of this thread, the types of which an object was called there.
+_called = contextvars.ContextVar[tuple[set[type], ...]]("called", default=())
 
 
 @contextlib.contextmanager
@@ -206,7 +205,8 @@ def _replace_call(cls: type) -> None:
         if scope is not None:
             bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
         if in_f32:
-            _called.get(set[type]()).add(type(self))
+            for called in _called.get():
+                called.add(type(self))
             return call_in_full_precision(bound, args, kwargs)
         return bound(*args, **kwargs)
 

@@ -23,7 +23,6 @@ from mpx._casting._context import (
     autocast_of,
     chosen_half_precision,
     is_amp,
-    original,
     take_scales,
 )
 from mpx._casting._keep import is_statistic
@@ -136,11 +135,11 @@ class Call:
     ) -> None:
         self._func, self._has_aux = func, options.has_aux
         self.policy = options.policy if options.mixed and not is_amp(func) else None
-        self.scales, args = take_scales(func, args)
+        self.scales, args, self._original = take_scales(func, args)
         # A name that also comes by keyword is for the function to refuse or to accept.
         self.arguments = [
             f"{name}[{number}]" if name in kwargs else name
-            for number, name in enumerate(argument_names(original(func), len(args)))
+            for number, name in enumerate(argument_names(self._original, len(args)))
         ]
         positions = _positions(options.argnums, len(args))
         chosen = (self.arguments[i] for i in positions)
@@ -241,7 +240,7 @@ class Call:
         with contextlib.nullcontext() if keep is None else keep.running():
             out = self._func(*first, *values[:count], **keywords)
         if keep is not None:
-            keep.check(original(self._func))
+            keep.check(self._original)
         loss, aux = loss_and_aux(out, self._has_aux)
         aux, after = self._without_state(aux)
         if self._objects is not None:

@@ -172,13 +172,16 @@ class Step:
             # a `shard_map` share would be summed in the compute dtype before mpx sees it.
             local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
             diff, scales = jax.tree.map(local, (diff, scales))
-        wide, run, programs = call.widened(diff), scaled_loss, []
+        wide, run = call.widened(diff), scaled_loss
         if call.low is not None:
             from mpx._wire._product import with_masters
 
-            is_mapped, look = self.axis_name is not None, programs.append
             run = functools.partial(
-                with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped, look=look
+                with_masters,
+                scaled_loss,
+                choice=reduce,
+                is_mapped=self.axis_name is not None,
+                look=functools.partial(_uses.warn_of_uses, call),
             )
         # Without a scale, `amp` in f16 inside the function warns.
         has_none = isinstance(scaling, NoLossScaling)
@@ -201,8 +204,6 @@ class Step:
         # `batch_stats` in a result may replace none among the arguments.
         others = all_finite([x for name, x in named_leaves(aux) if is_statistic(name)])
         intact = others & stays_finite(call.comparable(state, after), after, ())
-        for program in programs:
-            _uses.warn_of_uses(call, program)
         return Evaluation(after, loss, grads, intact, observed, aux)
 
     def commit(self, arrays: PyTree, state: State) -> PyTree:
@@ -216,16 +217,15 @@ class Step:
         first = scaling.loss_scaling
         result, scaling, finite = self._attempt(scaling)
         state, scales, retry = self.call.state, self.call.scales, self.options.retry
-        if retry and self.options.mixed:
+        if retry:
             (result, scaling, finite), _ = lax.while_loop(
                 lambda carry: ~carry[0][2] & (carry[1] < retry),
                 lambda carry: (self._attempt(carry[0][1]), carry[1] + 1),
                 ((result, scaling, finite), 0),
             )
-        after, fp8 = result.state, None
-        if self.options.mixed:
-            # A skipped step leaves no trace: running statistics of an overflow are overflow.
-            after = select_tree(finite, after, self.call.comparable(state, after))
+        # A skipped step leaves no trace: running statistics of an overflow are overflow.
+        before, fp8 = self.call.comparable(state, result.state), None
+        after = select_tree(finite, result.state, before)
         if scales is not None:
             # Maxima of gradients grow with the scale. What was observed has the new one.
             scales = scales.rescaled(scaling.loss_scaling / first)
