@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 
 from mpx._casting._cast import cast_like
 from mpx._casting._context import (
+    F32,
     argument_names,
     autocast_of,
     chosen_half_precision,
@@ -133,7 +134,7 @@ class Call:
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> None:
-        self._func, self._has_aux = func, options.has_aux
+        self._func, self._options = func, options
         self.policy = options.policy if options.mixed and not is_amp(func) else None
         self.scales, args, self._original = take_scales(func, args)
         # A name that also comes by keyword is for the function to refuse or to accept.
@@ -241,7 +242,7 @@ class Call:
             out = self._func(*first, *values[:count], **keywords)
         if keep is not None:
             keep.check(self._original)
-        loss, aux = loss_and_aux(out, self._has_aux)
+        loss, aux = loss_and_aux(out, self._options.has_aux)
         aux, after = self._without_state(aux)
         if self._objects is not None:
             new = self._objects.after(objects, inside, before[self.plain :])
@@ -297,12 +298,13 @@ class Call:
         return {place: state.get(place, self.leaves[place]) for place in later}
 
     def widened(self, diff: State) -> State:
-        """Returns copies, of at least f32, of parameters stored in 16 bits."""
+        """Returns copies of parameters stored in 16 bits, or f32 for f64 gradients."""
         # The derivative with respect to a stored one would be summed in its dtype.
         if self.policy is None:
             return diff
         keep, wide = self.policy.keeping(), {**diff}
-        dtype = at_least_f32(self.policy.resolved_compute_dtype())
+        dtypes = self.policy.resolved_compute_dtype(), self._options.grad_dtype or F32
+        dtype = min(map(at_least_f32, dtypes), key=lambda x: x.itemsize)
         for place, leaf in diff.items():
             is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
             if is_narrow and not keep.keeps(self.names[place], leaf):

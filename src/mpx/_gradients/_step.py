@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, PyTree
 from mpx._casting._cast import cast_tree
 from mpx._casting._context import (
     COMPUTE,
-    F32,
     gradient_function,
     reducing_in,
     shards_of,
@@ -190,13 +189,6 @@ class Step:
             total, vjp, (loss, aux, after) = jax.vjp(run, wide, scales, has_aux=True)
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))
-        # Those of parameters that were widened are as wide as was asked for.
-        asked = self.options.grad_dtype
-        dtype = asked if asked is not None and asked.itemsize > F32.itemsize else F32
-        grads = {
-            i: g if wide[i] is diff[i] else cast_leaf(g, dtype)
-            for i, g in grads.items()
-        }
         if assigned := call.assigned(after):
             if self._changed is None:
                 self._changed = _uses.changed_params(call, given, wide)
