@@ -47,8 +47,8 @@ from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 State = dict[int, PyTree]
 """What a call replaces among its leaves, by place.
 
-Each `eqx.nn.State`, the arrays in `batch_stats` of Linen, the NNX variables that are not
-differentiated, and those others to which the function has assigned.
+The arrays in each `eqx.nn.State` and in `batch_stats` of Linen, the NNX variables that are
+not differentiated, and those others to which the function has assigned.
 """
 Arrays = tuple[tuple[str, tuple[int, ...]], ...]
 """The names and shapes of the arrays in a node."""
@@ -120,8 +120,8 @@ class Call:
         policy: How its arguments are cast; `None` if they are not.
         scales: The `Fp8State` of a function under `fp8` with delayed scaling, or `None`.
         arguments: The names of the positional arguments.
-        leaves: The leaves of all arguments; an `eqx.nn.State` is one. Those in NNX
-            objects come after the first `plain`.
+        leaves: The leaves of all arguments. Those in NNX objects come after the first
+            `plain`.
         names: The names of the leaves.
         diff: The differentiated arrays, by place.
         state: The state before the call.
@@ -149,14 +149,18 @@ class Call:
         self._keywords, arguments = sorted(kwargs), {**kwargs}
         arguments.update(zip(self.arguments, args, strict=True))
         self.names, self.leaves, structures, objects = list[LeafName](), [], [], {}
+        # Of nodes that a result may replace: the places of the leaves, by names inside.
+        self._groups: dict[str, dict[str, int]] = {}
         for name in (*self.arguments, *self._keywords):
             tree, found = _nnx.take_out(arguments[name], name)
             if name in wanted and isinstance(tree, float | complex):
                 tree = np.asarray(tree)
-            named, structure = flatten_with_names(tree, name, _is_equinox_state)
-            self.names += [path for path, _ in named]
-            self.leaves += [leaf for _, leaf in named]
-            structures.append(structure)
+            for path, node in flatten_with_names(tree, name, _is_equinox_state)[0]:
+                for inside, leaf in named_leaves(node):
+                    self._note_state(path, node, inside)
+                    self.names.append(path.inside([inside], inside.types))
+                    self.leaves.append(leaf)
+            structures.append(jax.tree.structure(tree))
             objects |= found
         self._structure, self.plain = treedef_tuple(structures), len(self.leaves)
         self._objects = _nnx.Objects(objects) if objects else None
@@ -173,7 +177,6 @@ class Call:
                 )
         places = sorted(jax.tree.leaves(self._diff))
         self.diff: State = {place: self.leaves[place] for place in places}
-        self._groups = self._state_groups()
         places = {*range(self.plain, len(self.leaves))} - {*self.diff}
         places.update(*(group.values() for group in self._groups.values()))
         self.state: State = {place: self.leaves[place] for place in sorted(places)}
@@ -200,17 +203,14 @@ class Call:
 
         return self._structure.unflatten(map(number, range(self.plain)))
 
-    def _state_groups(self) -> dict[str, dict[str, int]]:
-        """Returns the names of nodes that a result may replace, and of the leaves there."""
-        groups: dict[str, dict[str, int]] = {}
-        for place in range(self.plain):
-            name, leaf = self.names[place], self.leaves[place]
-            if _is_equinox_state(leaf):
-                groups[name] = {"": place}
-            elif is_statistic(name) and is_array(leaf):
-                above, word, inside = f"/{name}/".partition("/batch_stats/")
-                groups.setdefault(f"{above}{word}"[1:-1], {})[inside[:-1]] = place
-        return groups
+    def _note_state(self, name: str, node: PyTree, inside: str) -> None:
+        """Notes the next leaf, which is inside a node, if a result may replace it."""
+        if not _is_equinox_state(node):
+            if not (is_statistic(name) and is_array(node)):
+                return
+            above, word, inside = f"/{name}/".partition("/batch_stats/")
+            name, inside = f"{above}{word}".strip("/"), inside.strip("/")
+        self._groups.setdefault(name, {})[inside] = len(self.leaves)
 
     @property
     def low(self) -> np.dtype | None:
@@ -235,7 +235,9 @@ class Call:
         plain, inside, objects = leaves[: self.plain], leaves[self.plain :], {}
         if self._objects is not None:
             objects = self._objects.merged(inside)
-        values = self._structure.unflatten([_fresh(x, objects) for x in plain])
+        plain = [objects[x.name] if _nnx.is_slot(x) else x for x in plain]
+        # A new `eqx.nn.State`, too: one is of no use once a layer has written to it.
+        values = self._structure.unflatten(plain)
         count, first = len(self.arguments), () if scales is None else (scales,)
         keywords = dict(zip(self._keywords, values[count:], strict=True))
         with contextlib.nullcontext() if keep is None else keep.running():
@@ -256,11 +258,7 @@ class Call:
     def _without_state(self, aux: PyTree) -> tuple[PyTree, State]:
         """Returns a result with marks for what replaces state, and that."""
         old: dict[str, Arrays] = {
-            name: tuple(
-                (inside, shape_of(x))
-                for above, place in group.items()
-                for inside, x in named_leaves(self.leaves[place], above)
-            )
+            name: tuple((x, shape_of(self.leaves[place])) for x, place in group.items())
             for name, group in self._groups.items()
         }
         known, after = {*old.values()}, State()
@@ -277,7 +275,7 @@ class Call:
                 after[group[name]] = cast_like(x, self.leaves[group[name]])
                 return InState(group[name])
 
-            return map_with_name(put, node, is_leaf=_is_equinox_state)
+            return map_with_name(put, node)
 
         return map_with_name(mark, aux, is_leaf=is_part), after
 
@@ -358,14 +356,6 @@ def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:
 
 def _is_equinox_state(node: object) -> bool:
     return isinstance(node, eqx.nn.State)
-
-
-def _fresh(leaf: PyTree, objects: Mapping[LeafName, PyTree]) -> PyTree:
-    """Returns a leaf for one call: the object of a slot, or a copy of a state."""
-    if _nnx.is_slot(leaf):
-        return objects[leaf.name]
-    # Equinox makes a `State` unusable once a layer has written to it.
-    return jax.tree.map(lambda x: x, leaf) if _is_equinox_state(leaf) else leaf
 
 
 def _unrounded(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
