@@ -7,16 +7,14 @@ The half precision is what "half" stands for. Like the marks it is part of the c
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -159,20 +157,8 @@ def weight_grad_dtype(choice: Reduce, weight: Array, compute: np.dtype) -> np.dt
     return compute if choice == COMPUTE else np.dtype(choice)
 
 
-class Shards(NamedTuple):
-    """The shards of a batch: the mesh, and the axes over which it is sharded."""
-
-    mesh: Mesh | AbstractMesh
-    axes: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of shards."""
-        return math.prod(self.mesh.shape[name] for name in self.axes)
-
-
-def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
-    """Returns the axes of a mesh that are named, if no transformation has bound them."""
+def shards_of(axis_name: AxisName | None, tree: PyTree) -> NamedSharding | None:
+    """Returns how a batch is sharded over an axis of a mesh, if that is what is named."""
     axes = axis_names(axis_name)
     if not axes:
         return None
@@ -198,7 +184,7 @@ def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
             "`jax.shard_map`, or make the axis automatic: "
             "`jax.make_mesh(..., axis_types=(AxisType.Auto,))`."
         )
-    return Shards(found[0], axes)
+    return NamedSharding(found[0], PartitionSpec(axes))
 
 
 def on_several_devices(x: Array) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Concatenate, Unpack, overload
 
@@ -13,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from mpx._casting._context import Reduce, Shards, over_shards
+from mpx._casting._context import Reduce, over_shards
 from mpx._casting._keep import is_state
 from mpx._gradients._call import State
 from mpx._gradients._grad import (
@@ -30,6 +31,7 @@ from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
 from mpx._jax._compat import varying_like, zeros_of
 from mpx._jax._tree import (
+    axis_names,
     dtype_of,
     is_array,
     is_floating,
@@ -134,14 +136,14 @@ class _Window(Step):
 
     def prepare(self) -> None:
         """Splits the batches into microbatches, and each microbatch into shards."""
-        call, options, count = self.call, self.options, len(self.call.arguments)
+        call, options, given = self.call, self.options, len(self.call.arguments)
         batches, last = options.batches, max(options.batches, default=-1)
-        if last >= count:
+        if last >= given:
             raise TypeError(
-                f"Argument {last} is the batch, but only {count} arguments were "
+                f"Argument {last} is the batch, but only {given} arguments were "
                 "passed by position. Pass the batch by position."
             )
-        params = {i % count for i in options.argnums}
+        params = {i % given for i in options.argnums}
         if {*batches} & params:
             raise ValueError(
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
@@ -158,24 +160,26 @@ class _Window(Step):
                 keys.append(place)
             else:
                 (rows if in_batch else shared).append(place)
-        steps, shards = options.steps, getattr(self.shards, "size", 1)
-        size = self._check_rows(rows, steps * shards)
-        if steps * shards > 1:
+        # The numbers of parts, and of shards of each
+        numbers, shards = [options.steps], self.shards
+        if shards is not None:
+            axes = axis_names(options.axis_name)
+            numbers.append(math.prod(shards.mesh.shape[name] for name in axes))
+        count = math.prod(numbers)
+        size = self._check_rows(rows, count)
+        if count > 1:
             self._check_others([*keys, *shared], params, size)
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
-            x = jnp.reshape(x, (shape[0] // steps, steps, *shape[1:]))
+            x = jnp.reshape(x, (shape[0] // options.steps, options.steps, *shape[1:]))
             x = jnp.swapaxes(x, 0, 1)
-            if self.shards is None:
-                return x
-            return jnp.reshape(x, (steps, shards, x.shape[1] // shards, *shape[1:]))
+            return jnp.reshape(x, (*numbers, shape[0] // count, *shape[1:]))
 
-        index = jnp.arange(steps * shards)
-        index = index if self.shards is None else jnp.reshape(index, (steps, shards))
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
+        index = jnp.reshape(jnp.arange(count), numbers)
         self.parts = {place: split(call.leaves[place]) for place in rows}, index
-        self._keys = keys if steps * shards > 1 else []
+        self._keys = keys if count > 1 else []
 
     def _position(self, place: int) -> int | None:
         """Returns the position of the argument with a leaf, `None` for a keyword."""
@@ -184,9 +188,9 @@ class _Window(Step):
 
     def _check_rows(self, places: list[int], count: int) -> int:
         """Returns how many rows the batch has, which can be split into so many parts."""
-        batches, shards = self.options.batches, self.shards
+        steps = self.options.steps
         if not places:
-            listed = ", ".join(map(str, batches)) or "none"
+            listed = ", ".join(map(str, self.options.batches)) or "none"
             raise ValueError(
                 f"The batch (argument {listed}) holds no array that could be split. Set "
                 "`batch_argnums` to the arguments of the function that are batches."
@@ -196,12 +200,11 @@ class _Window(Step):
             name, shape = self.call.names[place], shape_of(self.call.leaves[place])
             sizes += shape[:1]
             if not shape or shape[0] % count:
-                each = "" if shards is None else f" for each of {shards.size} shards"
+                each = f" for each of {count // steps} shards" * (count > steps)
                 raise ValueError(
                     f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
-                    f"split into {self.options.steps} equal parts{each}. Choose a batch "
-                    f"size that is a multiple of {count}, and pass what has no rows as "
-                    "another argument."
+                    f"split into {steps} equal parts{each}. Choose a batch size that is a "
+                    f"multiple of {count}, and pass what has no rows as another argument."
                 )
             if shape[0] != sizes[0] and count > 1:
                 raise ValueError(
@@ -251,7 +254,9 @@ class _Window(Step):
             if shards is None:
                 return one(rows, index)
             with over_shards():  # each on its own devices; results are stacked
-                result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
+                result = jax.vmap(
+                    one, spmd_axis_name=axis_names(self.options.axis_name)
+                )(rows, index)
             return result._replace(grads=_pin_shards(result.grads, shards))
 
         def body(total: Evaluation, xs: tuple[PyTree, Array]) -> tuple[PyTree, PyTree]:
@@ -328,23 +333,23 @@ def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
 
 def _sum_of_shards(x: Array, like: PyTree, dtype: Reduce) -> Array:
     """Returns the sum over the first axis, sharded like another array of its shape."""
-    low = x
-    if dtype is not None and is_floating(x):
-        low = x if np.dtype(dtype).itemsize >= x.dtype.itemsize else x.astype(dtype)
+    narrow = np.dtype(dtype or x.dtype)
+    is_cast = is_floating(x) and narrow.itemsize < x.dtype.itemsize
+    low = x.astype(narrow) if is_cast else x
     # `jnp.sum` would widen first, and XLA sends what it sums.
     total = lax.reduce(low, np.zeros((), low.dtype), lax.add, (0,)).astype(x.dtype)
     # Shardings spread through operations on elements. No number is above infinity.
     return lax.select(like > jnp.inf, jnp.zeros_like(total), total)
 
 
-def _pin_shards(tree: PyTree, shards: Shards | None) -> PyTree:
+def _pin_shards(tree: PyTree, shards: NamedSharding | None) -> PyTree:
     """Returns stacked arrays with the first axis sharded, and the others as they are."""
     if shards is None:
         return tree
 
     def pin(x: Array) -> Array:
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        sharding = NamedSharding(shards.mesh, PartitionSpec(shards.axes, *rest))
+        sharding = NamedSharding(shards.mesh, PartitionSpec(*shards.spec, *rest))
         return lax.with_sharding_constraint(x, sharding)
 
     return jax.tree.map(pin, tree)

@@ -55,7 +55,6 @@ class LossScaling(eqx.Module):
         self, grads_finite: PyTree, *, axis_name: AxisName | None = None
     ) -> "LossScaling":
         """Returns the scaling for the next step."""
-        del grads_finite, axis_name
         return self
 
     def metrics(self) -> dict[str, Array]:
@@ -93,9 +92,6 @@ class NoLossScaling(LossScaling):
         >>> NoLossScaling().scale({"loss": jnp.float32(2.0)})
         {'loss': Array(2., dtype=float32)}
     """
-
-    def __init__(self) -> None:
-        """Takes no arguments."""
 
     @property
     def loss_scaling(self) -> Float[Array, ""]:  # pyright: ignore[reportIncompatibleVariableOverride]
