@@ -35,7 +35,9 @@ class Format:
 def _from_dtype(name: str, dtype: DTypeLike) -> Format:
     info = ml_dtypes.finfo(dtype)
     numbers = map(float, (info.max, info.smallest_normal, info.smallest_subnormal))
-    return Format(name, info.bits, info.nexp, info.nmant, *numbers, np.dtype(dtype))
+    return Format(
+        name, info.bits, info.nexp, info.nmant, *numbers, dtype=np.dtype(dtype)
+    )
 
 
 _DTYPES: dict[str, type] = {

@@ -93,6 +93,9 @@ class NoLossScaling(LossScaling):
         {'loss': Array(2., dtype=float32)}
     """
 
+    def __init__(self) -> None:
+        """Takes no arguments."""
+
     @property
     def loss_scaling(self) -> Float[Array, ""]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The scale: one."""
