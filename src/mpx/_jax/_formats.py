@@ -35,9 +35,8 @@ class Format:
 def _from_dtype(name: str, dtype: DTypeLike) -> Format:
     info = ml_dtypes.finfo(dtype)
     numbers = map(float, (info.max, info.smallest_normal, info.smallest_subnormal))
-    return Format(
-        name, info.bits, info.nexp, info.nmant, *numbers, dtype=np.dtype(dtype)
-    )
+    sizes = info.bits, info.nexp, info.nmant
+    return Format(name, *sizes, *numbers, dtype=np.dtype(dtype))
 
 
 _DTYPES: dict[str, type] = {
