@@ -291,8 +291,3 @@ def _policy_dtype(name: str, policy: str) -> np.dtype | None:
             "their long names, `half` or `full`; or a whole policy such as "
             '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
         ) from None
-
-
-def as_policy(policy: "Policy | str | None") -> Policy:
-    """Returns a policy from what a user may pass for one; `None` is half compute."""
-    return Policy() if policy is None else get_policy(policy)

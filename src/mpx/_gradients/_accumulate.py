@@ -119,7 +119,6 @@ def accumulate(
     refuse_positional(misplaced, "accumulate")
     check_bool(mean, "`mean`")
     batches = as_counts(batch_argnums, "batch_argnums")
-    batches = (batches,) if isinstance(batches, int) else batches
     positive = min(batches, default=0) >= 0
     check_value(positive, "batch_argnums", "0 or more", batch_argnums)
     checked = dataclasses.replace(
@@ -149,9 +148,11 @@ class _Window(Step):
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
                 "and `batch_argnums` to different arguments."
             )
+        self._positions = {name: i for i, name in enumerate(call.arguments)}
         rows, keys, shared = list[int](), list[int](), list[int]()
         for place, x in enumerate(call.leaves[: call.plain]):
-            shape, in_batch = shape_of(x), self._position(place) in batches
+            position = self._positions.get(call.names[place].argument)
+            shape, in_batch = shape_of(x), position in batches
             if not is_array(x) or is_state(call.names[place]):
                 continue
             if (_is_typed_key(x) and not (in_batch and shape)) or (
@@ -180,11 +181,6 @@ class _Window(Step):
         index = jnp.reshape(jnp.arange(count), numbers)
         self.parts = {place: split(call.leaves[place]) for place in rows}, index
         self._keys = keys if count > 1 else []
-
-    def _position(self, place: int) -> int | None:
-        """Returns the position of the argument with a leaf, `None` for a keyword."""
-        argument, names = self.call.names[place].argument, self.call.arguments
-        return names.index(argument) if argument in names else None
 
     def _check_rows(self, places: list[int], count: int) -> int:
         """Returns how many rows the batch has, which can be split into so many parts."""
@@ -219,7 +215,7 @@ class _Window(Step):
         """Raises a `ValueError` if what each part gets whole looks like rows, or keys."""
         for place in places:
             name, x = self.call.names[place], self.call.leaves[place]
-            shape, position = shape_of(x), self._position(place)
+            shape, position = shape_of(x), self._positions.get(name.argument)
             is_param, is_key = position in params, _may_be_raw_key(x)
             if is_key and (is_param or len(shape) > 1 or shape == (size,)):
                 raise ValueError(
@@ -241,7 +237,6 @@ class _Window(Step):
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        self._check_state(self.call.state)
         shards, count = self.shards, self.parts[1].size
 
         def part(state: State, rows: PyTree, index: Int[Array, "..."]) -> Evaluation:
@@ -274,7 +269,13 @@ class _Window(Step):
 
         first = jax.tree.map(lambda x: x[0], self.parts)
         like = jax.eval_shape(part, self.call.state, *first)
-        self._check_state(like.state)
+        if shards is not None and jax.tree.leaves(like.state):
+            raise ValueError(
+                "With an axis of the mesh as `axis_name` each shard of the batch is "
+                "computed by itself, and the state that the function changes (statistics "
+                "of BatchNorm, counters of dropout) would differ between them. Leave "
+                "`axis_name` out: the gradients are then reduced in every part."
+            )
         before = self.call.comparable(self.call.state, like.state)
         # A loop carry has one type: shared between devices or not, from the start.
         total = jax.tree.map(zeros_of, like._replace(state={}, aux=None))
@@ -297,16 +298,6 @@ class _Window(Step):
             return result
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
-
-    def _check_state(self, state: State) -> None:
-        """Raises a `ValueError` if the shards would each change the state in their way."""
-        if self.shards is not None and jax.tree.leaves(state):
-            raise ValueError(
-                "With an axis of the mesh as `axis_name` each shard of the batch is "
-                "computed by itself, and the state that the function changes (statistics "
-                "of BatchNorm, counters of dropout) would differ between them. Leave "
-                "`axis_name` out: the gradients are then reduced in every part."
-            )
 
 
 # --- Keys -----------------------------------------------------------------------------

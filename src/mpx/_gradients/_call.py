@@ -283,14 +283,6 @@ class Call:
         """Returns the places of the differentiated arrays that a state replaces."""
         return state.keys() - self.state.keys()
 
-    def without(self, state: State, places: set[int]) -> State:
-        """Returns a state without some arrays, and others in the dtypes of arguments."""
-        return {
-            place: cast_like(x, self.leaves[place])
-            for place, x in state.items()
-            if place not in places
-        }
-
     def comparable(self, state: State, later: State) -> State:
         """Returns a state with the arrays that a later one has."""
         return {place: state.get(place, self.leaves[place]) for place in later}

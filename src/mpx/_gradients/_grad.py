@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from mpx._casting._cast import cast_tree
 from mpx._casting._context import has_scales, hide_signature
-from mpx._casting._policy import Policy, as_policy
+from mpx._casting._policy import Policy, get_policy
 from mpx._gradients._call import GradOptions
 from mpx._gradients._step import GradResult, Scaling, Step
 from mpx._jax._arguments import (
@@ -321,7 +321,7 @@ def grad_options(
     check_axis_name(axis_name)
     check_bool(has_aux, "`has_aux`")
     check_bool(use_mixed_precision, "`use_mixed_precision`")
-    policy = as_policy(policy)
+    policy = Policy() if policy is None else get_policy(policy)
     several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
     given = [*argnums] if isinstance(argnums, Sequence) and several else [argnums]
     states = [x if isinstance(x, DiffState) else None for x in given]

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._casting._cast import cast_tree
+from mpx._casting._cast import cast_like, cast_tree
 from mpx._casting._context import (
     COMPUTE,
     gradient_function,
@@ -40,16 +40,7 @@ Grads = TypeVar("Grads")
 Scaling = TypeVar("Scaling", bound=LossScaling)
 
 
-class _Fields(NamedTuple):
-    value: Array
-    aux: PyTree
-    grads: PyTree
-    scaling: Any
-    finite: Bool[Array, ""]
-    fp8: PyTree = None
-
-
-class GradResult(_Fields, Generic[Grads, Scaling]):
+class GradResult(NamedTuple, Generic[Grads, Scaling]):
     """Result of `value_and_grad` and `accumulate`.
 
     Attributes:
@@ -71,9 +62,12 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         (9.0, 6.0, True)
     """
 
-    if TYPE_CHECKING:  # beartype takes no generic `NamedTuple`
-        grads: Grads  # pyright: ignore[reportIncompatibleVariableOverride]
-        scaling: Scaling  # pyright: ignore[reportIncompatibleVariableOverride]
+    value: Array
+    aux: PyTree
+    grads: Grads
+    scaling: Scaling
+    finite: Bool[Array, ""]
+    fp8: PyTree = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the fields; raises if they are unpacked into fewer variables."""
@@ -192,7 +186,10 @@ class Step:
         if assigned := call.assigned(after):
             if self._changed is None:
                 self._changed = _uses.changed_params(call, given, wide)
-            after = call.without(after, assigned - self._changed)
+            after = {
+                i: x for i, x in after.items() if i not in assigned - self._changed
+            }
+            after = cast_like(after, call.comparable({}, after))
         # `batch_stats` in a result may replace none among the arguments.
         others = all_finite([x for name, x in named_leaves(aux) if is_statistic(name)])
         intact = others & stays_finite(call.comparable(state, after), after, ())
@@ -204,7 +201,7 @@ class Step:
         find = lambda x: state[x.place] if isinstance(x, InState) else x  # noqa: E731
         return jax.tree.map(find, eqx.combine(arrays, self._static))
 
-    def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
+    def result(self, scaling: LossScaling) -> PyTree:
         """Runs the step, puts the state into effect and returns the public result."""
         first = scaling.loss_scaling
         result, scaling, finite = self._attempt(scaling)
