@@ -29,7 +29,7 @@ from mpx._gradients._grad import (
 )
 from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
-from mpx._jax._compat import varying_like, zeros_of
+from mpx._jax._compat import varying_like
 from mpx._jax._tree import (
     axis_names,
     dtype_of,
@@ -278,7 +278,8 @@ class _Window(Step):
             )
         before = self.call.comparable(self.call.state, like.state)
         # A loop carry has one type: shared between devices or not, from the start.
-        total = jax.tree.map(zeros_of, like._replace(state={}, aux=None))
+        zeros = lambda x: varying_like(jnp.zeros(x.shape, x.dtype), x)  # noqa: E731
+        total = jax.tree.map(zeros, like._replace(state={}, aux=None))
         total = total._replace(
             state=jax.tree.map(varying_like, before, like.state),
             intact=~total.intact,

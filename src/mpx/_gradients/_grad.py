@@ -324,12 +324,10 @@ def grad_options(
     policy = Policy() if policy is None else get_policy(policy)
     several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
     given = [*argnums] if isinstance(argnums, Sequence) and several else [argnums]
-    states = [x if isinstance(x, DiffState) else None for x in given]
-    numbers = [given[i] if x is None else x.argnum for i, x in enumerate(states)]
     dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
     return GradOptions(
-        argnums=tuple(as_count(x, "argnums") for x in numbers),
-        filters=tuple(None if x is None else x.filter for x in states),
+        argnums=tuple(as_count(getattr(x, "argnum", x), "argnums") for x in given),
+        filters=tuple(getattr(x, "filter", None) for x in given),
         several=several,
         has_aux=bool(has_aux),
         policy=policy,

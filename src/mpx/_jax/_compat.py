@@ -203,11 +203,6 @@ def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, x.dtype, **varies)
 
 
-def zeros_of(struct: Any) -> jax.Array:
-    """Returns zeros for the result of `jax.eval_shape`."""
-    return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
-
-
 def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:
     """Returns an identity that raises where JAX would differentiate wrongly."""
 

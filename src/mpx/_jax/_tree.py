@@ -118,17 +118,11 @@ def flatten_with_names(
 
 def types_around(structure: Any) -> list[tuple[type, ...]]:
     """Returns, for each leaf of a tree structure, the types of the nodes around it."""
-    found: list[tuple[type, ...]] = []
-    waiting: list[tuple[Any, tuple[type, ...]]] = [(structure, ())]
-    while waiting:
-        node, types = waiting.pop()
-        data = node.node_data()
-        if data is None:
-            found.extend([types] * node.num_leaves)
-        else:
-            inner = (*types, data[0])
-            waiting.extend([(child, inner) for child in reversed(node.children())])
-    return found
+    if (data := structure.node_data()) is None:
+        return [()] * structure.num_leaves
+    return [
+        (data[0], *types) for x in structure.children() for types in types_around(x)
+    ]
 
 
 def map_with_name(
