@@ -11,7 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import PyTree
 
-from mpx._jax._tree import LeafName, cast_leaf, is_floating, map_with_name, named_leaves
+from mpx._jax._tree import (
+    LeafName,
+    cast_leaf,
+    flatten_with_names,
+    is_floating,
+    named_leaves,
+)
 
 Path = tuple[Any, ...]
 Nodes = Mapping[LeafName, PyTree]  # NNX objects, or what stands for them, by name
@@ -53,18 +59,12 @@ def is_slot(node: PyTree) -> bool:
 
 def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, PyTree]]:
     """Replaces the NNX objects of a pytree by slots; returns them by their names."""
-    objects: dict[LeafName, PyTree] = {}
-
-    def take(name: LeafName, node: PyTree) -> PyTree:
-        if not is_nnx(node):
-            return node
-        objects[name] = node
-        return Slot(name)
-
     if nnx_module() is None:
-        return tree, objects
-    plain = map_with_name(take, tree, argument=argument, is_leaf=is_nnx)
-    return (plain if objects else tree), objects
+        return tree, {}
+    named, structure = flatten_with_names(tree, argument, is_nnx)
+    objects = {name: node for name, node in named if is_nnx(node)}
+    plain = [Slot(name) if is_nnx(node) else node for name, node in named]
+    return (structure.unflatten(plain) if objects else tree), objects
 
 
 def put_back(tree: PyTree, objects: Nodes) -> PyTree:

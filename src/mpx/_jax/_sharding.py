@@ -356,15 +356,15 @@ def _exchanged(
     arrays: Sequence[Array],
 ) -> list[Array]:
     """Applies a function of whole matrices to the shards of one device."""
-    alike: dict[NamedSharding, list[int]] = {}
-    for index, sharding in enumerate(shardings):
-        alike.setdefault(sharding, []).append(index)
-    new: dict[int, Array] = {}
-    for sharding, indices in alike.items():
+    new = [*arrays]
+    for sharding in dict.fromkeys(shardings):
         local = functools.partial(_exchange, func, sharding)
-        found = one_stack(local, [arrays[index] for index in indices])
-        new |= dict(zip(indices, found, strict=True))
-    return [new[index] for index in range(len(arrays))]
+        alike = [i for i, x in enumerate(shardings) if x == sharding]
+        for i, x in zip(
+            alike, one_stack(local, [arrays[i] for i in alike]), strict=True
+        ):
+            new[i] = x
+    return new
 
 
 def _exchange(
