@@ -44,19 +44,18 @@ def map_floating(
     fn: Callable[[LeafName, PyTree], PyTree], tree: PyTree, argument: str = ""
 ) -> PyTree:
     """Maps the floating leaves of a pytree, and of the NNX objects in it."""
+
+    def mapped(name: LeafName, leaf: PyTree) -> PyTree:
+        return fn(name, leaf) if is_floating(leaf) else leaf
+
     plain, objects = _nnx.take_out(tree, argument)
-    plain = map_with_name(
-        lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
-        plain,
-        argument=argument,
-        is_leaf=lambda node: keeps_its_dtypes(type(node)),
-    )
-    if not objects:
-        return plain
-    apart = _nnx.Objects(objects)
-    named = zip(apart.names, apart.leaves, strict=True)
-    leaves = [fn(name, x) if is_floating(x) else x for name, x in named]
-    return _nnx.put_back(plain, apart.merged(leaves))
+    is_kept = lambda node: keeps_its_dtypes(type(node))  # noqa: E731
+    plain = map_with_name(mapped, plain, argument=argument, is_leaf=is_kept)
+    if objects:
+        apart = _nnx.Objects(objects)
+        leaves = [*map(mapped, apart.names, apart.leaves)]
+        plain = _nnx.put_back(plain, apart.merged(leaves))
+    return plain
 
 
 def cast_tree(

@@ -203,7 +203,7 @@ def automatic_size(x: Array) -> int:
 # --- Wrapped functions and their signatures -------------------------------------------
 
 
-def _layers(func: PyTree) -> Iterator[PyTree]:
+def layers(func: PyTree) -> Iterator[PyTree]:
     """Yields a function and what it wraps (jit, checkpoint, partial), inwards."""
     seen: set[int] = set()
     while func is not None and id(func) not in seen:
@@ -220,13 +220,13 @@ def is_amp(func: Callable[..., PyTree]) -> bool:
 
 def autocast_of(func: Callable[..., PyTree]) -> Callable[[], PyTree] | None:
     """Returns what makes the visitor of a function under `amp`, `None` of others."""
-    found = (getattr(layer, "mpx_autocast", None) for layer in _layers(func))
+    found = (getattr(layer, "mpx_autocast", None) for layer in layers(func))
     return next(filter(None, found), None)
 
 
 def is_fp8(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `fp8`."""
-    return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
+    return any(hasattr(layer, "mpx_has_scales") for layer in layers(func))
 
 
 arguments_cast_to = make_jit_context(F32)
@@ -246,7 +246,7 @@ def refuse_cast_arguments() -> None:
 
 def has_scales(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `fp8` with delays: an `Fp8State` comes first."""
-    return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))
+    return any(getattr(layer, "mpx_has_scales", False) for layer in layers(func))
 
 
 def take_scales(
@@ -256,7 +256,7 @@ def take_scales(
 
     The function that is returned takes the other arguments.
     """
-    delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
+    delayed = [x for x in layers(func) if getattr(x, "mpx_has_scales", False)]
     if not delayed:
         return None, args, func
     if not args or not hasattr(args[0], "amaxes"):

@@ -25,7 +25,7 @@ from mpx._casting._cast import (
     keeps_its_dtypes,
     map_floating,
 )
-from mpx._casting._context import arguments_cast_to
+from mpx._casting._context import arguments_cast_to, layers
 from mpx._casting._select import Matcher, Selector
 from mpx._jax._compat import ambient_scopes, make_jit_context
 from mpx._jax._nnx import is_variable_of_state, nnx_module
@@ -104,17 +104,11 @@ class Keep:
         if not any(map(_has_call, self._selected.kinds)):
             # Modules of Linen and Haiku are no arguments. What a jitted function calls is
             # seen once, when it is traced, so calls of the same code count.
-            called = _calls_of.setdefault(_code(func), set())
+            *_, inner = layers(func)
+            code = getattr(inner, "__code__", type(inner))
+            called = _calls_of.setdefault(code, set())
             called |= self._called
         self._selected.check(lambda kept: any(issubclass(x, kept) for x in called))
-
-
-def _code(func: Callable[..., PyTree]) -> PyTree:
-    """Returns what functions that are defined by the same lines share."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    func = inspect.unwrap(func)
-    return getattr(func, "__code__", type(func))
 
 
 # --- Calls of modules -----------------------------------------------------------------

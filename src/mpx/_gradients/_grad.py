@@ -296,10 +296,9 @@ def _with_scaling(
     @functools.wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         step = Step(func, options.for_call(func, scaling), args, kwargs)
-        if scaling is None or not options.mixed:
-            return answer(step, NoLossScaling())
-        warn_of_constant_scaling(scaling)
-        return answer(step, scaling)
+        used = NoLossScaling() if scaling is None or not options.mixed else scaling
+        warn_of_constant_scaling(used)
+        return answer(step, used)
 
     return wrapper
 
