@@ -191,10 +191,9 @@ class _Window(Step):
                 f"The batch (argument {listed}) holds no array that could be split. Set "
                 "`batch_argnums` to the arguments of the function that are batches."
             )
-        first, sizes = places[0], []
+        first, size = places[0], shape_of(self.call.leaves[places[0]])[:1]
         for place in places:
             name, shape = self.call.names[place], shape_of(self.call.leaves[place])
-            sizes += shape[:1]
             if not shape or shape[0] % count:
                 each = f" for each of {count // steps} shards" * (count > steps)
                 raise ValueError(
@@ -202,14 +201,14 @@ class _Window(Step):
                     f"split into {steps} equal parts{each}. Choose a batch size that is a "
                     f"multiple of {count}, and pass what has no rows as another argument."
                 )
-            if shape[0] != sizes[0] and count > 1:
+            if shape[:1] != size and count > 1:
                 raise ValueError(
-                    f"The batch has {sizes[0]} rows in one array "
+                    f"The batch has {size[0]} rows in one array "
                     f"(`{self.call.names[first]}`) and {shape[0]} in another (`{name}`), "
                     "so that microbatches of different sizes would meet. Give all arrays "
                     "of the batch one leading size, and pass others as further arguments."
                 )
-        return sizes[0]
+        return size[0]
 
     def _check_others(self, places: list[int], params: set[int], size: int) -> None:
         """Raises a `ValueError` if what each part gets whole looks like rows, or keys."""
@@ -220,9 +219,8 @@ class _Window(Step):
             if is_key and (is_param or len(shape) > 1 or shape == (size,)):
                 raise ValueError(
                     f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG "
-                    "keys. Pass typed keys, made by `jax.random.key` or "
-                    "`jax.random.wrap_key_data`, so that each microbatch gets its own; and "
-                    "other numbers as int32."
+                    "keys. Pass typed keys, by `jax.random.key` or `wrap_key_data`, of which "
+                    "each microbatch gets its own; and other numbers as int32."
                 )
             if not is_key and not is_param and shape[:1] == (size,):
                 remedy = "Pass it by position, and add that to `batch_argnums`"

@@ -279,10 +279,6 @@ class Call:
 
         return map_with_name(mark, aux, is_leaf=is_part), after
 
-    def assigned(self, state: State) -> set[int]:
-        """Returns the places of the differentiated arrays that a state replaces."""
-        return state.keys() - self.state.keys()
-
     def comparable(self, state: State, later: State) -> State:
         """Returns a state with the arrays that a later one has."""
         return {place: state.get(place, self.leaves[place]) for place in later}

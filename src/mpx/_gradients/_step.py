@@ -183,7 +183,7 @@ class Step:
             total, vjp, (loss, aux, after) = jax.vjp(run, wide, scales, has_aux=True)
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))
-        if assigned := call.assigned(after):
+        if assigned := after.keys() - call.state.keys():  # parameters
             if self._changed is None:
                 self._changed = _uses.changed_params(call, given, wide)
             after = {
@@ -254,7 +254,7 @@ class Step:
             return together(x, axis_name)
 
         # A parameter to which the function has assigned stays the same on all devices.
-        assigned = self.call.assigned(result.state)
+        assigned = result.state.keys() - self.call.state.keys()
         same = {i: lax.pmean(result.state[i], axis_name) for i in assigned}
         return result._replace(
             value=together(result.value, axis_name),

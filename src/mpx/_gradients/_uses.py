@@ -34,7 +34,7 @@ def changed_params(call: Call, given: State, diff: State) -> set[int]:
 
     def assigned_after(diff: State) -> State:
         after = call.run({**given, **diff}, call.scales)[2]
-        return {place: after[place] for place in call.assigned(after)}
+        return {place: after[place] for place in after.keys() - call.state.keys()}
 
     def rule(
         name: str, eqn: Equation, ins: list[tuple[int, int] | None]
