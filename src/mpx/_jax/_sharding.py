@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -255,15 +255,13 @@ def over_shards(
     *,
     like: Array,
     layout: Callable[..., tuple[Any, Any]],
-    rule: str,
-    whole: Sequence[str],
-    **sizes: int,
+    **options: Any,
 ) -> PyTree:
     """Calls a kernel, which XLA cannot partition, on each device with its shards."""
     if jax.typeof(like).sharding.mesh.are_all_axes_manual or not like.ndim:
         return local(*args)
     parts = lambda mesh, args, _: (local, *layout(*args))  # noqa: E731
-    return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
+    return partitioned(local, args, parts, **options)
 
 
 Parts = tuple[Callable[..., PyTree], Any, Any]
@@ -277,7 +275,7 @@ def partitioned(
     *,
     rule: str,
     whole: Sequence[str] = (),
-    sizes: Mapping[str, int] | None = None,
+    **sizes: int,
 ) -> PyTree:
     """Calls a function on each device, with the parts that it has of the arguments."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
@@ -294,7 +292,6 @@ def partitioned(
         local, given, results = parts(mesh, args, result)
         return mesh, local, results, given
 
-    sizes = sizes or {}
     # Shardy wants them in the order in which the rule names them.
     factors = sorted({*whole, *sizes}, key=re.findall(r"\w+", rule).index)
     call = private("kernels").custom_partitioning(func)
