@@ -86,7 +86,7 @@ BREAKS = [
     Break(
         "batch_stats are rounded",
         "_casting",
-        'return is_statistic(f"{name}/") or any(',
+        "return is_statistic(name) or any(",
         "return any(",
         "policy_keep",
         "linen_batch_statistics",
@@ -184,8 +184,8 @@ BREAKS = [
     Break(
         "gradients are unscaled by the next scale",
         "_gradients",
-        "unscaled = scaling.unscale(result.grads)",
-        "unscaled = scaling.adjust(True).unscale(result.grads)",
+        "= scaling.unscale(result.grads)",
+        "= scaling.adjust(True).unscale(result.grads)",
         "grad",
         "growth_step",
     ),
@@ -200,8 +200,8 @@ BREAKS = [
     Break(
         "a skipped step keeps its statistics",
         "_gradients",
-        "after = select_tree(finite, after, self.call.comparable(state, after))",
-        "pass",
+        "after = select_tree(finite, result.state, before)",
+        "after = result.state",
         "stateful",
         "skipped_step_rolls",
     ),
@@ -232,8 +232,8 @@ BREAKS = [
     Break(
         "one device decides by itself",
         "_gradients",
-        "spoilt=~all_devices(~result.spoilt, axis_name)",
-        "spoilt=result.spoilt",
+        "intact=all_devices(result.intact, axis_name)",
+        "intact=result.intact",
         "grad_sharded",
         "state_spoilt",
     ),

@@ -22,7 +22,6 @@ from models import (
     squared_error,
 )
 from mpx import DynamicLossScaling, NoLossScaling, StaticLossScaling
-from mpx._casting._policy import as_policy
 from mpx._gradients._grad import grad_options
 from mpx.testing import assert_trees_equal
 
@@ -407,9 +406,15 @@ def test_traced_switch_is_refused():
 
 @pytest.mark.usefixtures("untyped")
 def test_wrong_policy_object_is_refused():
-    unchecked = getattr(as_policy, "__wrapped__", as_policy)
+    unchecked = getattr(grad_options, "__wrapped__", grad_options)
     with pytest.raises(TypeError, match="`policy` must be an `mpx.Policy` or a string"):
-        unchecked(3.0)
+        unchecked(policy=3.0)
+
+
+@pytest.mark.parametrize("policy", [None, "c=bf16", mpx.Policy(keep="x")])
+def test_string_or_nothing_can_stand_for_a_policy(policy):
+    expected = mpx.Policy() if policy is None else mpx.get_policy(policy)
+    assert grad_options(policy=policy).policy == expected
 
 
 def test_error_inside_the_loss_is_not_swallowed():

@@ -376,6 +376,8 @@ def test_parameters_that_differ_between_devices_are_refused():
         ).grads["w"]
 
     run = jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
-    match = r"parameter `0/w` differs between the devices of \['data'\].*replicated"
+    match = (
+        r"parameter `params/w` differs between the devices of \['data'\].*replicated"
+    )
     with pytest.raises(ValueError, match=match):
         run(jnp.ones(8), jnp.ones(8))

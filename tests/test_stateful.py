@@ -64,6 +64,19 @@ def make_step(**options):
     return eqx.filter_jit(mpx.value_and_grad(loss_fn, has_aux=True, **options))
 
 
+WINDOWS = {
+    "value_and_grad": lambda loss, batch: mpx.value_and_grad(loss, has_aux=True),
+    "accumulate": lambda loss, batch: mpx.accumulate(
+        loss, 2, batch_argnums=batch, has_aux=True
+    ),
+}
+
+
+@pytest.fixture(params=WINDOWS.values(), ids=WINDOWS)
+def window(request):
+    return request.param
+
+
 def assert_close(a, b, tolerance):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -220,41 +233,52 @@ def test_retry_counts_as_one_step():
     assert model.read(result.aux) == (1, 400.0)
 
 
-@pytest.mark.parametrize("scale", [1.0, jnp.inf], ids=["finite", "skipped"])
-def test_several_states_stay_in_the_order_of_the_arguments(scale):
+def two_counters():
+    """Returns a counter, and two states of one structure, the second a step ahead."""
     model, state = eqx.nn.make_with_state(Counter)()
     copy = functools.partial(jax.tree.map, lambda x: x)
-    ahead = model(jnp.ones(3), copy(state))[1]
+    return model, state, model(jnp.ones(3), copy(state))[1]
 
-    def loss(model, second, first, x):
-        value, second = model(x, second)
-        return value, (second, model(x, first)[1])
 
-    step = mpx.value_and_grad(loss, has_aux=True, policy=BF16)
-    result = step(NoLossScaling(), model, ahead, state, jnp.full(4, scale))
-    expected = [(2, 7.0), (1, 4.0)] if scale == 1 else [(1, 3.0), (0, 0.0)]
-    assert [model.read(x) for x in result.aux] == expected
+@pytest.mark.parametrize("scale", [1.0, jnp.inf], ids=["finite", "skipped"])
+def test_states_of_one_structure_are_found_by_the_names_of_their_arguments(
+    scale, window
+):
+    model, state, ahead = two_counters()
+
+    def loss(model, teacher, student, x):
+        value, student = model(x, student)
+        # Dictionaries are sorted: their order is not that of the arguments.
+        return value, {"teacher": teacher, "student": student}
+
+    take = window(loss, 3)
+    result = take(NoLossScaling(), model, ahead, state, jnp.full(4, scale))
+    assert bool(result.finite) is (scale == 1)
+    parts = 2 if window is WINDOWS["accumulate"] else 1
+    student = (parts, 4.0) if scale == 1 else (0, 0.0)
+    assert model.read(result.aux["student"]) == student
+    assert model.read(result.aux["teacher"]) == (1, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("student", "teacher"),
-    [("student", "teacher"), ("new_student", "new_teacher"), ("state", "teacher")],
+    "put",
+    [
+        lambda student, teacher: (student, teacher),
+        lambda student, teacher: {"new": student, "old": teacher},
+        lambda student, teacher: student,
+        lambda student, teacher: {"student": student, "copy": student, "new": teacher},
+    ],
+    ids=["by order", "other names", "one of two", "one name of two"],
 )
-def test_states_that_have_names_are_found_by_them(student, teacher):
-    model, state = eqx.nn.make_with_state(Counter)()
-    copy = functools.partial(jax.tree.map, lambda x: x)
-    ahead = model(jnp.ones(3), copy(state))[1]
+def test_states_that_cannot_be_told_apart_are_refused(put, window):
+    model, state, ahead = two_counters()
 
-    def loss(model, teacher_state, student_state, x):
-        value, new = model(x, student_state)
-        return value, {student: new, teacher: teacher_state}
+    def loss(model, teacher, student, x):
+        value, student = model(x, student)
+        return value, put(student, teacher)
 
-    step = mpx.value_and_grad(loss, has_aux=True, policy=BF16)
-    result = step(NoLossScaling(), model, ahead, state, jnp.full(4, jnp.inf))
-    assert not result.finite
-    # "state" tells nothing: then their order does, by which dictionaries are sorted
-    expected = [(1, 3.0), (0, 0.0)] if student == "state" else [(0, 0.0), (1, 3.0)]
-    assert [model.read(result.aux[x]) for x in (student, teacher)] == expected
+    with pytest.raises(ValueError, match="may replace `teacher`.*under its name"):
+        window(loss, 3)(NoLossScaling(), model, ahead, state, jnp.ones(4))
 
 
 def test_function_that_changes_its_batch_gets_a_copy():
@@ -400,17 +424,6 @@ def squares_loss(w, layer, state, x):
 
 
 TOO_LARGE = jnp.full(4, 300.0)  # its square exceeds f16, its gradient does not
-WINDOWS = {
-    "value_and_grad": lambda loss, batch: mpx.value_and_grad(loss, has_aux=True),
-    "accumulate": lambda loss, batch: mpx.accumulate(
-        loss, 2, batch_argnums=batch, has_aux=True
-    ),
-}
-
-
-@pytest.fixture(params=WINDOWS.values(), ids=WINDOWS)
-def window(request):
-    return request.param
 
 
 def test_state_that_becomes_infinite_skips_the_step_and_is_rolled_back(window):
@@ -483,6 +496,38 @@ def test_linen_statistics_that_become_infinite_are_rolled_back(loss, given, of, 
     # One is added in each part of a window.
     parts = 2 if window is WINDOWS["accumulate"] else 1
     assert_trees_equal(of(result.aux)["norm"]["var"], jnp.float32(1.0 + parts))
+
+
+def average_loss(w, batch_stats, x):
+    """Has a running average by itself for its state, and results that look like it."""
+    value, square = jnp.sum(mpx.cast_to_float32(w * x)), jnp.mean(x * x)
+    new = batch_stats + mpx.cast_to_float32(lax.stop_gradient(square))
+    return value, {"batch_stats": new, "loss": value, "before": batch_stats}
+
+
+def collection_loss(w, batch_stats, x):
+    value, new = linen_squares(w, batch_stats, x)
+    return value, {"batch_stats": new, "before": {"batch_stats": batch_stats}}
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [(average_loss, jnp.float32(1.0)), (collection_loss, STATS)],
+    ids=["an array", "a collection"],
+)
+def test_statistics_are_found_beside_results_that_are_alike(loss, given, window):
+    take = functools.partial(
+        window(loss, 2), DynamicLossScaling.pow2(8.0), jnp.float32(1.0), given
+    )
+    result = take(TOO_LARGE)
+    assert not result.finite
+    assert_trees_equal(result.aux["batch_stats"], given)
+    result = take(jnp.ones(4))
+    parts = 2 if window is WINDOWS["accumulate"] else 1
+    new, old = (jax.tree.leaves(x)[-1] for x in (result.aux["batch_stats"], given))
+    assert_trees_equal(new, old + parts)
+    before = jax.tree.leaves(result.aux["before"])[-1]
+    assert before.shape == (() if parts == 1 else (parts,))
 
 
 def test_closed_over_linen_statistics_count_though_they_cannot_be_rolled_back():
@@ -675,5 +720,6 @@ def test_statistics_of_two_models_are_told_apart_by_their_names(batch):
     result = step(*args, "student")
     expected = in_turn(variables, x, y, 2)[2]
     assert_close(result.aux["student"]["batch_stats"], expected, 10 * F32_EPS)
-    with pytest.raises(ValueError, match="may replace those of `teacher` or `student`"):
+    match = "`new/batch_stats`.*may replace `teacher/batch_stats` or `student/batch_sta"
+    with pytest.raises(ValueError, match=match):
         step(*args, "new")

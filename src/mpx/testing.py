@@ -176,10 +176,6 @@ def _tap(x: Array, fault: Fault, on: Array, place: Array) -> Array:
     return _planted(x, fault, on & ~fault.backward, place)
 
 
-def _tap_forward(x: Array, *rest: Any) -> tuple[Array, Any]:
-    return _tap(x, *rest), rest
-
-
 def _tap_backward(rest: Any, cotangent: Any) -> tuple[Any, ...]:
     fault, on, place = rest
     if dtype_of(cotangent) != jax.dtypes.float0:
@@ -187,7 +183,7 @@ def _tap_backward(rest: Any, cotangent: Any) -> tuple[Any, ...]:
     return (cotangent, None, None, None)
 
 
-_tap.defvjp(_tap_forward, _tap_backward)
+_tap.defvjp(lambda x, *rest: (_tap(x, *rest), rest), _tap_backward)
 
 
 @functools.partial(jax.jit, inline=True)  # one program, also outside of `jit`

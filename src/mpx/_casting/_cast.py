@@ -30,9 +30,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _keeps_its_dtypes(node: object) -> bool:
-    """Returns whether casts pass by a node, as by a loss scaling."""
-    return getattr(type(node), "mpx_keeps_dtypes", False) is True
+def keeps_its_dtypes(kind: type) -> bool:
+    """Returns whether casts pass by nodes of a type, such as loss scalings."""
+    return getattr(kind, "mpx_keeps_dtypes", False) is True
 
 
 def cast_state_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
@@ -44,18 +44,18 @@ def map_floating(
     fn: Callable[[LeafName, PyTree], PyTree], tree: PyTree, argument: str = ""
 ) -> PyTree:
     """Maps the floating leaves of a pytree, and of the NNX objects in it."""
+
+    def mapped(name: LeafName, leaf: PyTree) -> PyTree:
+        return fn(name, leaf) if is_floating(leaf) else leaf
+
     plain, objects = _nnx.take_out(tree, argument)
-    plain = map_with_name(
-        lambda name, leaf: fn(name, leaf) if is_floating(leaf) else leaf,
-        plain,
-        argument=argument,
-        is_leaf=_keeps_its_dtypes,
-    )
-    if not objects:
-        return plain
-    fresh = _nnx.copy(objects)
-    _nnx.map_variables(fresh, fn)
-    return _nnx.put_back(plain, fresh)
+    is_kept = lambda node: keeps_its_dtypes(type(node))  # noqa: E731
+    plain = map_with_name(mapped, plain, argument=argument, is_leaf=is_kept)
+    if objects:
+        apart = _nnx.Objects(objects)
+        leaves = [*map(mapped, apart.names, apart.leaves)]
+        plain = _nnx.put_back(plain, apart.merged(leaves))
+    return plain
 
 
 def cast_tree(
@@ -281,9 +281,8 @@ def call_in_full_precision(
 
 def is_state_node(node: object) -> bool:
     """Returns whether a node is state, or keeps its dtypes: it is handed on as it is."""
-    return (
-        isinstance(node, eqx.nn.State) or _keeps_its_dtypes(node) or _nnx.is_nnx(node)
-    )
+    is_kept = isinstance(node, eqx.nn.State) or keeps_its_dtypes(type(node))
+    return is_kept or _nnx.is_nnx(node)
 
 
 def widen_tree(tree: PyTree) -> PyTree:

@@ -7,22 +7,20 @@ The half precision is what "half" stands for. Like the marks it is part of the c
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from mpx._jax._compat import make_jit_context
 from mpx._jax._formats import FORMATS, parse_float_dtype, short_name
-from mpx._jax._tree import AxisName
+from mpx._jax._tree import AxisName, axis_names
 
 # What the user chose. Until then the paper's functions take f16, and `amp`, which has no
 # loss scale of its own, bf16.
@@ -159,23 +157,14 @@ def weight_grad_dtype(choice: Reduce, weight: Array, compute: np.dtype) -> np.dt
     return compute if choice == COMPUTE else np.dtype(choice)
 
 
-class Shards(NamedTuple):
-    """The shards of a batch: the mesh, and the axes over which it is sharded."""
-
-    mesh: Mesh | AbstractMesh
-    axes: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of shards."""
-        return math.prod(self.mesh.shape[name] for name in self.axes)
-
-
-def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
-    """Returns the axes of a mesh that are named, if no transformation has bound them."""
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    if not axes or _are_bound(axes):
+def shards_of(axis_name: AxisName | None, tree: PyTree) -> NamedSharding | None:
+    """Returns how a batch is sharded over an axis of a mesh, if that is what is named."""
+    axes = axis_names(axis_name)
+    if not axes:
         return None
+    with contextlib.suppress(NameError):
+        lax.axis_size(axes)
+        return None  # a transformation has bound them
     meshes = [jax.sharding.get_abstract_mesh()]
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     meshes += [jax.typeof(x).sharding.mesh for x in arrays]
@@ -195,15 +184,7 @@ def shards_of(axis_name: AxisName | None, tree: PyTree) -> Shards | None:
             "`jax.shard_map`, or make the axis automatic: "
             "`jax.make_mesh(..., axis_types=(AxisType.Auto,))`."
         )
-    return Shards(found[0], axes)
-
-
-def _are_bound(axes: tuple[str, ...]) -> bool:
-    try:
-        lax.axis_size(axes)
-    except NameError:
-        return False
-    return True
+    return NamedSharding(found[0], PartitionSpec(axes))
 
 
 def on_several_devices(x: Array) -> bool:
@@ -222,7 +203,7 @@ def automatic_size(x: Array) -> int:
 # --- Wrapped functions and their signatures -------------------------------------------
 
 
-def _layers(func: PyTree) -> Iterator[PyTree]:
+def layers(func: PyTree) -> Iterator[PyTree]:
     """Yields a function and what it wraps (jit, checkpoint, partial), inwards."""
     seen: set[int] = set()
     while func is not None and id(func) not in seen:
@@ -239,13 +220,13 @@ def is_amp(func: Callable[..., PyTree]) -> bool:
 
 def autocast_of(func: Callable[..., PyTree]) -> Callable[[], PyTree] | None:
     """Returns what makes the visitor of a function under `amp`, `None` of others."""
-    found = (getattr(layer, "mpx_autocast", None) for layer in _layers(func))
+    found = (getattr(layer, "mpx_autocast", None) for layer in layers(func))
     return next(filter(None, found), None)
 
 
 def is_fp8(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `fp8`."""
-    return any(hasattr(layer, "mpx_has_scales") for layer in _layers(func))
+    return any(hasattr(layer, "mpx_has_scales") for layer in layers(func))
 
 
 arguments_cast_to = make_jit_context(F32)
@@ -265,28 +246,26 @@ def refuse_cast_arguments() -> None:
 
 def has_scales(func: Callable[..., PyTree]) -> bool:
     """Returns whether a function is under `fp8` with delays: an `Fp8State` comes first."""
-    return any(getattr(layer, "mpx_has_scales", False) for layer in _layers(func))
+    return any(getattr(layer, "mpx_has_scales", False) for layer in layers(func))
 
 
 def take_scales(
     func: Callable[..., PyTree], args: Sequence[PyTree]
-) -> tuple[PyTree, Sequence[PyTree]]:
-    """Splits off the `Fp8State` that a function with delayed scaling takes first."""
-    if not has_scales(func):
-        return None, args
+) -> tuple[PyTree, Sequence[PyTree], Callable[..., PyTree]]:
+    """Splits off the `Fp8State` that a function with delayed scaling takes first.
+
+    The function that is returned takes the other arguments.
+    """
+    delayed = [x for x in layers(func) if getattr(x, "mpx_has_scales", False)]
+    if not delayed:
+        return None, args, func
     if not args or not hasattr(args[0], "amaxes"):
         found = type(args[0]).__name__ if args else "nothing"
         raise TypeError(
             "A function under `fp8` with `DelayedScaling` takes an `Fp8State` after the "
             f"loss scaling, but {found} was given. Make one with `.init(*args)`."
         )
-    return args[0], args[1:]
-
-
-def original(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns the function whose arguments come after the `Fp8State`."""
-    delayed = [x for x in _layers(func) if getattr(x, "mpx_has_scales", False)]
-    return delayed[-1].func if delayed else func
+    return args[0], args[1:], delayed[-1].func
 
 
 def argument_names(func: Callable[..., PyTree], count: int) -> list[str]:

@@ -20,11 +20,16 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from mpx._casting._cast import call_in_full_precision, map_floating
+from mpx._casting._cast import (
+    call_in_full_precision,
+    keeps_its_dtypes,
+    map_floating,
+)
+from mpx._casting._context import arguments_cast_to, layers
 from mpx._casting._select import Matcher, Selector
 from mpx._jax._compat import ambient_scopes, make_jit_context
 from mpx._jax._nnx import is_variable_of_state, nnx_module
-from mpx._jax._tree import LeafName, cast_leaf
+from mpx._jax._tree import LeafName, cast_leaf, is_floating
 
 _HAIKU_NORMS = ("BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm")
 _STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
@@ -32,14 +37,14 @@ _STATE_TYPES = (eqx.nn.State, eqx.nn.StateIndex)
 
 def is_statistic(name: str) -> bool:
     """Returns whether a name is that of an array in `batch_stats` of Flax Linen."""
-    return "/batch_stats/" in f"/{name}"
+    return "/batch_stats/" in f"/{name}/"
 
 
 def is_state(name: LeafName) -> bool:
     """Returns whether a leaf belongs to running statistics, which 16 bits would stop."""
-    return is_statistic(f"{name}/") or any(
-        issubclass(kind, _STATE_TYPES) or is_variable_of_state(kind)
-        for kind in name.types
+    return is_statistic(name) or any(
+        issubclass(x, _STATE_TYPES) or is_variable_of_state(x) or keeps_its_dtypes(x)
+        for x in name.types
     )
 
 
@@ -71,8 +76,9 @@ class Keep:
         return map_floating(self.cast_leaf, tree, argument)
 
     def cast_leaf(self, name: LeafName, leaf: PyTree) -> PyTree:
-        """Casts a floating leaf, unless it is kept."""
-        return leaf if self.keeps(name, leaf) else cast_leaf(leaf, self._dtype)
+        """Casts a leaf, unless it is kept or no floating one."""
+        is_cast = is_floating(leaf) and not self.keeps(name, leaf)
+        return cast_leaf(leaf, self._dtype) if is_cast else leaf
 
     def keeps(self, name: LeafName, leaf: PyTree) -> bool:
         """Returns whether a function gets a floating leaf as it is."""
@@ -82,16 +88,15 @@ class Keep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Lets modules of the kept types run as by `force_full_precision` inside."""
+        """Marks cast arguments; modules of kept types run as by `force_full_precision`."""
         chosen = [x for x in self._selected.selectors if isinstance(x, type)]
         types = (*chosen, *self._always)
-        outer, token = _called.get(set[type]()), _called.set(self._called)
+        token = _called.set((*_called.get(), self._called))
         try:
-            with calls_marked(types, _in_f32):
+            with calls_marked(types, _in_f32), arguments_cast_to(self._dtype):
                 yield
         finally:
             _called.reset(token)
-            outer |= self._called
 
     def check(self, func: Callable[..., PyTree]) -> None:
         """Raises for selectors that have selected nothing in the call of `func`."""
@@ -99,17 +104,11 @@ class Keep:
         if not any(map(_has_call, self._selected.kinds)):
             # Modules of Linen and Haiku are no arguments. What a jitted function calls is
             # seen once, when it is traced, so calls of the same code count.
-            called = _calls_of.setdefault(_code(func), set())
+            *_, inner = layers(func)
+            code = getattr(inner, "__code__", type(inner))
+            called = _calls_of.setdefault(code, set())
             called |= self._called
         self._selected.check(lambda kept: any(issubclass(x, kept) for x in called))
-
-
-def _code(func: Callable[..., PyTree]) -> PyTree:
-    """Returns what functions that are defined by the same lines share."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    func = inspect.unwrap(func)
-    return getattr(func, "__code__", type(func))
 
 
 # --- Calls of modules -----------------------------------------------------------------
@@ -131,8 +130,8 @@ _own_calls: dict[type, PyTree] = {}  # what these classes define, `None` if they
 _calls_of: "weakref.WeakKeyDictionary[Any, set[type]]" = weakref.WeakKeyDictionary()
 
 
-# The types of which an object was called in the innermost block of this thread.
-_called: contextvars.ContextVar[set[type]] = contextvars.ContextVar("called")
+# For each block of this thread, the types of which an object was called there.
+_called = contextvars.ContextVar[tuple[set[type], ...]]("called", default=())
 
 
 @contextlib.contextmanager
@@ -200,7 +199,8 @@ def _replace_call(cls: type) -> None:
         if scope is not None:
             bound = jax.named_scope(KEPT_SCOPE + scope.__name__)(bound)
         if in_f32:
-            _called.get(set[type]()).add(type(self))
+            for called in _called.get():
+                called.add(type(self))
             return call_in_full_precision(bound, args, kwargs)
         return bound(*args, **kwargs)
 

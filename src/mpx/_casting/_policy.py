@@ -14,7 +14,6 @@ from mpx._casting._context import (
     COMPUTE,
     Reduce,
     argument_names,
-    arguments_cast_to,
     autocast_of,
     half_precision_datatype,
     is_fp8,
@@ -156,7 +155,7 @@ class Policy:
             kept = self.keeping()
             args = tuple(map(kept.cast, args, argument_names(func, len(args))))
             kwargs = {name: kept.cast(arg, name) for name, arg in kwargs.items()}
-            with kept.running(), arguments_cast_to(self.resolved_compute_dtype()):
+            with kept.running():
                 out = func(*args, **kwargs)
             return self.cast_to_output(out)
 
@@ -292,8 +291,3 @@ def _policy_dtype(name: str, policy: str) -> np.dtype | None:
             "their long names, `half` or `full`; or a whole policy such as "
             '"bf16-mixed", which is "p=f32,c=bf16,o=f32".'
         ) from None
-
-
-def as_policy(policy: "Policy | str | None") -> Policy:
-    """Returns a policy from what a user may pass for one; `None` is half compute."""
-    return Policy() if policy is None else get_policy(policy)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, NamedTuple, Unpack, overload
+import math
+from collections.abc import Callable, Sequence
+from typing import Concatenate, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from mpx._casting._cast import is_state_node
-from mpx._casting._context import Reduce, Shards, argument_names, original, over_shards
-from mpx._casting._keep import is_statistic
+from mpx._casting._context import Reduce, over_shards
+from mpx._casting._keep import is_state
 from mpx._gradients._call import State
 from mpx._gradients._grad import (
     ArgnumKeywords,
@@ -29,11 +29,10 @@ from mpx._gradients._grad import (
 )
 from mpx._gradients._step import Evaluation, GradResult, Scaling, Step
 from mpx._jax._arguments import as_count, as_counts, check_bool, check_value
-from mpx._jax._compat import varying_like, zeros_of
+from mpx._jax._compat import varying_like
 from mpx._jax._tree import (
-    LeafName,
+    axis_names,
     dtype_of,
-    flatten_with_names,
     is_array,
     is_floating,
     shape_of,
@@ -120,7 +119,6 @@ def accumulate(
     refuse_positional(misplaced, "accumulate")
     check_bool(mean, "`mean`")
     batches = as_counts(batch_argnums, "batch_argnums")
-    batches = (batches,) if isinstance(batches, int) else batches
     positive = min(batches, default=0) >= 0
     check_value(positive, "batch_argnums", "0 or more", batch_argnums)
     checked = dataclasses.replace(
@@ -135,71 +133,123 @@ def accumulate(
 class _Window(Step):
     """One accumulation window: a call for each part, summed."""
 
-    def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+    def prepare(self) -> None:
         """Splits the batches into microbatches, and each microbatch into shards."""
-        batches, last = self.options.batches, max(self.options.batches, default=-1)
-        if last >= len(args):
+        call, options, given = self.call, self.options, len(self.call.arguments)
+        batches, last = options.batches, max(options.batches, default=-1)
+        if last >= given:
             raise TypeError(
-                f"Argument {last} is the batch, but only {len(args)} arguments were "
+                f"Argument {last} is the batch, but only {given} arguments were "
                 "passed by position. Pass the batch by position."
             )
-        params = tuple(i + len(args) * (i < 0) for i in self.options.argnums)
-        if {*batches} & {*params}:
+        params = {i % given for i in options.argnums}
+        if {*batches} & params:
             raise ValueError(
                 f"Argument {batches} is both a batch and differentiated. Set `argnums` "
                 "and `batch_argnums` to different arguments."
             )
-        names = argument_names(original(self.func), len(args))
-        trees: list[tuple[str, int | None, PyTree]] = [
-            *zip(names, range(len(args)), args, strict=True),
-            # In the order in which JAX flattens a dictionary
-            *((name, None, kwargs[name]) for name in sorted(kwargs)),
-        ]
-        leaves = [
-            _Leaf(name, position, value, _kind(name, value, position in batches))
-            for argument, position, tree in trees
-            for name, value in flatten_with_names(tree, argument, is_state_node)[0]
-        ]
-        steps, shards = self.options.steps, getattr(self.shards, "size", 1)
-        _check_leaves(leaves, batches, params, steps, shards)
-        both, self._leaves = (tuple(args), dict(kwargs)), leaves
-        self._structure = jax.tree.structure(both, is_leaf=is_state_node)
+        self._positions = {name: i for i, name in enumerate(call.arguments)}
+        rows, keys, shared = list[int](), list[int](), list[int]()
+        for place, x in enumerate(call.leaves[: call.plain]):
+            position = self._positions.get(call.names[place].argument)
+            shape, in_batch = shape_of(x), position in batches
+            if not is_array(x) or is_state(call.names[place]):
+                continue
+            if (_is_typed_key(x) and not (in_batch and shape)) or (
+                _may_be_raw_key(x) and len(shape) == 1
+            ):
+                keys.append(place)
+            else:
+                (rows if in_batch else shared).append(place)
+        # The numbers of parts, and of shards of each
+        numbers, shards = [options.steps], self.shards
+        if shards is not None:
+            axes = axis_names(options.axis_name)
+            numbers.append(math.prod(shards.mesh.shape[name] for name in axes))
+        count = math.prod(numbers)
+        size = self._check_rows(rows, count)
+        if count > 1:
+            self._check_others([*keys, *shared], params, size)
 
         def split(x: Array | np.ndarray) -> Array:
             shape = shape_of(x)
-            x = jnp.reshape(x, (shape[0] // steps, steps, *shape[1:]))
+            x = jnp.reshape(x, (shape[0] // options.steps, options.steps, *shape[1:]))
             x = jnp.swapaxes(x, 0, 1)
-            if self.shards is None:
-                return x
-            return jnp.reshape(x, (steps, shards, x.shape[1] // shards, *shape[1:]))
+            return jnp.reshape(x, (*numbers, shape[0] // count, *shape[1:]))
 
-        index = jnp.arange(steps * shards)
-        index = index if self.shards is None else jnp.reshape(index, (steps, shards))
         # The rows of each part, [steps, …] or [steps, shards, …], and its number.
-        self.parts = [split(x.value) for x in leaves if x.kind == "row"], index
+        index = jnp.reshape(jnp.arange(count), numbers)
+        self.parts = {place: split(call.leaves[place]) for place in rows}, index
+        self._keys = keys if count > 1 else []
+
+    def _check_rows(self, places: list[int], count: int) -> int:
+        """Returns how many rows the batch has, which can be split into so many parts."""
+        steps = self.options.steps
+        if not places:
+            listed = ", ".join(map(str, self.options.batches)) or "none"
+            raise ValueError(
+                f"The batch (argument {listed}) holds no array that could be split. Set "
+                "`batch_argnums` to the arguments of the function that are batches."
+            )
+        first, size = places[0], shape_of(self.call.leaves[places[0]])[:1]
+        for place in places:
+            name, shape = self.call.names[place], shape_of(self.call.leaves[place])
+            if not shape or shape[0] % count:
+                each = f" for each of {count // steps} shards" * (count > steps)
+                raise ValueError(
+                    f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
+                    f"split into {steps} equal parts{each}. Choose a batch size that is a "
+                    f"multiple of {count}, and pass what has no rows as another argument."
+                )
+            if shape[:1] != size and count > 1:
+                raise ValueError(
+                    f"The batch has {size[0]} rows in one array "
+                    f"(`{self.call.names[first]}`) and {shape[0]} in another (`{name}`), "
+                    "so that microbatches of different sizes would meet. Give all arrays "
+                    "of the batch one leading size, and pass others as further arguments."
+                )
+        return size[0]
+
+    def _check_others(self, places: list[int], params: set[int], size: int) -> None:
+        """Raises a `ValueError` if what each part gets whole looks like rows, or keys."""
+        for place in places:
+            name, x = self.call.names[place], self.call.leaves[place]
+            shape, position = shape_of(x), self._positions.get(name.argument)
+            is_param, is_key = position in params, _may_be_raw_key(x)
+            if is_key and (is_param or len(shape) > 1 or shape == (size,)):
+                raise ValueError(
+                    f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG "
+                    "keys. Pass typed keys, by `jax.random.key` or `wrap_key_data`, of which "
+                    "each microbatch gets its own; and other numbers as int32."
+                )
+            if not is_key and not is_param and shape[:1] == (size,):
+                remedy = "Pass it by position, and add that to `batch_argnums`"
+                if position is not None:
+                    split = tuple(sorted({*self.options.batches, position}))
+                    remedy = f"Split it, too, with `batch_argnums={split}`"
+                raise ValueError(
+                    f"`{name}` has {size} rows, as the batch has, but it is not split: each "
+                    f"microbatch would get all of them. {remedy}. If it is no part of the "
+                    "batch, let the function close over it."
+                )
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Evaluates all parts under one scale."""
-        self._check_state(self.call.state)
         shards, count = self.shards, self.parts[1].size
 
         def part(state: State, rows: PyTree, index: Int[Array, "..."]) -> Evaluation:
-            def one(rows: list[Array], index: Int[Array, ""]) -> Evaluation:
-                values, remaining = [x.value for x in self._leaves], iter(rows)
-                for i, leaf in enumerate(self._leaves):
-                    if leaf.kind == "row":
-                        values[i] = next(remaining)
-                    elif leaf.kind == "key" and count > 1:
-                        values[i] = _fold_in(leaf.value, index)
-                arguments = self._structure.unflatten(values)
-                result = self.evaluate(self.call_with(*arguments), state, scaling)
+            def one(rows: dict[int, Array], index: Int[Array, ""]) -> Evaluation:
+                keys = {i: _fold_in(self.call.leaves[i], index) for i in self._keys}
+                result = self.evaluate(state, scaling, rows | keys)
                 # f32 before the sum: 16-bit sums stand still when they have grown large.
                 return result._replace(grads=NoLossScaling().unscale(result.grads))
 
             if shards is None:
                 return one(rows, index)
             with over_shards():  # each on its own devices; results are stacked
-                result = jax.vmap(one, spmd_axis_name=shards.axes)(rows, index)
+                result = jax.vmap(
+                    one, spmd_axis_name=axis_names(self.options.axis_name)
+                )(rows, index)
             return result._replace(grads=_pin_shards(result.grads, shards))
 
         def body(total: Evaluation, xs: tuple[PyTree, Array]) -> tuple[PyTree, PyTree]:
@@ -209,7 +259,7 @@ class _Window(Step):
                 state=new.state,
                 value=total.value + new.value,
                 grads=_pin_shards(grads, shards),
-                spoilt=total.spoilt | new.spoilt,
+                intact=total.intact & new.intact,
                 # All parts are scaled alike, by what the window before has seen.
                 observed=jax.tree.map(jnp.maximum, total.observed, new.observed),
             )
@@ -217,12 +267,20 @@ class _Window(Step):
 
         first = jax.tree.map(lambda x: x[0], self.parts)
         like = jax.eval_shape(part, self.call.state, *first)
-        self._check_state(like.state)
+        if shards is not None and jax.tree.leaves(like.state):
+            raise ValueError(
+                "With an axis of the mesh as `axis_name` each shard of the batch is "
+                "computed by itself, and the state that the function changes (statistics "
+                "of BatchNorm, counters of dropout) would differ between them. Leave "
+                "`axis_name` out: the gradients are then reduced in every part."
+            )
         before = self.call.comparable(self.call.state, like.state)
         # A loop carry has one type: shared between devices or not, from the start.
-        total = jax.tree.map(zeros_of, like._replace(state=None, aux=None))
+        zeros = lambda x: varying_like(jnp.zeros(x.shape, x.dtype), x)  # noqa: E731
+        total = jax.tree.map(zeros, like._replace(state={}, aux=None))
         total = total._replace(
             state=jax.tree.map(varying_like, before, like.state),
+            intact=~total.intact,
             grads=_pin_shards(total.grads, shards),
         )
         result, aux = lax.scan(body, total, self.parts)
@@ -232,7 +290,7 @@ class _Window(Step):
             result = result._replace(
                 value=jnp.sum(result.value, axis=0),
                 grads=jax.tree.map(summed, result.grads, self.call.diff),
-                spoilt=jnp.any(result.spoilt, axis=0),
+                intact=jnp.all(result.intact, axis=0),
                 observed=_largest_of_shards(result.observed),
             )
         if not self.options.mean:
@@ -240,37 +298,8 @@ class _Window(Step):
         grads = jax.tree.map(lambda g: g / count, result.grads)
         return result._replace(value=result.value / count, grads=grads)
 
-    def _check_state(self, state: State) -> None:
-        """Raises a `ValueError` if the shards would each change the state in their way."""
-        if self.shards is not None and jax.tree.leaves(state):
-            raise ValueError(
-                "With an axis of the mesh as `axis_name` each shard of the batch is "
-                "computed by itself, and the state that the function changes (statistics "
-                "of BatchNorm, counters of dropout) would differ between them. Leave "
-                "`axis_name` out: the gradients are then reduced in every part."
-            )
 
-
-# --- Arguments: rows that are split, keys that are folded, and the rest ---------------
-
-
-class _Leaf(NamedTuple):
-    """A leaf of the arguments; `position` is `None` for a keyword argument."""
-
-    name: LeafName
-    position: int | None
-    value: PyTree
-    kind: str  # "row", "key", "shared", or "state" which is handed on as it is
-
-
-def _kind(name: LeafName, value: PyTree, in_batch: bool) -> str:
-    shape = shape_of(value)
-    if not is_array(value) or is_statistic(name):
-        return "state"
-    is_typed_key = _is_typed_key(value) and not (in_batch and shape)
-    if is_typed_key or (_may_be_raw_key(value) and len(shape) == 1):
-        return "key"
-    return "row" if in_batch else "shared"
+# --- Keys -----------------------------------------------------------------------------
 
 
 def _is_typed_key(x: object) -> bool:
@@ -288,89 +317,29 @@ def _fold_in(key: Array | np.ndarray, index: int | Array) -> Array:
     return jnp.vectorize(fold, signature=signature)(key)
 
 
-def _check_leaves(
-    leaves: Sequence[_Leaf],
-    batches: tuple[int, ...],
-    params: tuple[int, ...],
-    steps: int,
-    shards: int,
-) -> None:
-    """Raises a `ValueError` unless the arguments can be split."""
-    rows = [leaf for leaf in leaves if leaf.kind == "row"]
-    if not rows:
-        listed = ", ".join(map(str, batches)) or "none"
-        raise ValueError(
-            f"The batch (argument {listed}) holds no array that could be split. Set "
-            "`batch_argnums` to the arguments of the function that are batches."
-        )
-    first, count = rows[0], steps * shards
-    size = shape_of(first.value)[:1]
-    for name, _, value, _ in rows:
-        shape = shape_of(value)
-        if not shape or shape[0] % count:
-            each = f" for each of {shards} shards" if shards > 1 else ""
-            raise ValueError(
-                f"The batch (`{name}`) has shape {shape}, whose leading axis cannot be "
-                f"split into {steps} equal parts{each}. Choose a batch size that is a "
-                f"multiple of {count}, and pass what has no rows as another argument."
-            )
-        if shape[:1] != size and count > 1:
-            raise ValueError(
-                f"The batch has {size[0]} rows in one array (`{first.name}`) and "
-                f"{shape[0]} in another (`{name}`), so that microbatches of different "
-                "sizes would meet. Give all arrays of the batch one leading size, and "
-                "pass others as further arguments."
-            )
-    for name, position, value, kind in leaves if count > 1 else ():
-        if kind not in ("key", "shared"):
-            continue
-        shape, is_param, is_key = (
-            shape_of(value),
-            position in params,
-            _may_be_raw_key(value),
-        )
-        if is_key and (is_param or len(shape) > 1 or shape == size):
-            raise ValueError(
-                f"`{name}` is a uint32 array of shape {shape}, which may hold raw PRNG "
-                "keys. Pass typed keys, made by `jax.random.key` or "
-                "`jax.random.wrap_key_data`, so that each microbatch gets its own; and "
-                "other numbers as int32."
-            )
-        if not is_key and not is_param and shape[:1] == size:
-            remedy = "Pass it by position, and add that to `batch_argnums`"
-            if position is not None:
-                split = tuple(sorted({*batches, position}))
-                remedy = f"Split it, too, with `batch_argnums={split}`"
-            raise ValueError(
-                f"`{name}` has {size[0]} rows, as the batch has, but it is not split: each "
-                f"microbatch would get all of them. {remedy}. If it is no part of the "
-                "batch, let the function close over it."
-            )
-
-
 # --- Gradients of the shards, stacked along a first axis that is sharded as the batch -
 # XLA makes a sum over it one all-reduce, or a reduce-scatter where the parameter is sharded.
 
 
 def _sum_of_shards(x: Array, like: PyTree, dtype: Reduce) -> Array:
     """Returns the sum over the first axis, sharded like another array of its shape."""
-    low = x
-    if dtype is not None and is_floating(x):
-        low = x if np.dtype(dtype).itemsize >= x.dtype.itemsize else x.astype(dtype)
+    narrow = np.dtype(dtype or x.dtype)
+    is_cast = is_floating(x) and narrow.itemsize < x.dtype.itemsize
+    low = x.astype(narrow) if is_cast else x
     # `jnp.sum` would widen first, and XLA sends what it sums.
     total = lax.reduce(low, np.zeros((), low.dtype), lax.add, (0,)).astype(x.dtype)
     # Shardings spread through operations on elements. No number is above infinity.
     return lax.select(like > jnp.inf, jnp.zeros_like(total), total)
 
 
-def _pin_shards(tree: PyTree, shards: Shards | None) -> PyTree:
+def _pin_shards(tree: PyTree, shards: NamedSharding | None) -> PyTree:
     """Returns stacked arrays with the first axis sharded, and the others as they are."""
     if shards is None:
         return tree
 
     def pin(x: Array) -> Array:
         rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        sharding = NamedSharding(shards.mesh, PartitionSpec(shards.axes, *rest))
+        sharding = NamedSharding(shards.mesh, PartitionSpec(*shards.spec, *rest))
         return lax.with_sharding_constraint(x, sharding)
 
     return jax.tree.map(pin, tree)

@@ -1,48 +1,116 @@
-"""One call of a user's function, as a pure function of parameters and state.
+"""One call of a user's function, as a pure function of its arrays.
 
-Its inputs are what is differentiated, what a call changes (see `State`), and the rest. A step
-is evaluated on the first two and never on Python side effects, so it can be repeated,
-accumulated and undone.
+The arguments are one list of leaves. A step is evaluated on those that are differentiated
+and those that the call replaces, its state, and never on Python side effects, so it can be
+repeated, accumulated and undone.
 """
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jax.tree_util import treedef_tuple
+from jaxtyping import Array, PyTree
 
-from mpx._casting._cast import cast_like, cast_state_leaf
-from mpx._casting._context import argument_names, arguments_cast_to, original
+from mpx._casting._cast import cast_like
+from mpx._casting._context import (
+    F32,
+    argument_names,
+    autocast_of,
+    chosen_half_precision,
+    is_amp,
+    take_scales,
+)
 from mpx._casting._keep import is_statistic
-from mpx._casting._policy import Policy
+from mpx._casting._policy import Policy, dtype_under_amp
 from mpx._jax import _nnx
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
+    AxisName,
     LeafName,
-    dtype_of,
+    cast_leaf,
     flatten_with_names,
     is_array,
     is_floating,
     is_inexact,
-    is_none,
     map_with_name,
     named_leaves,
     shape_of,
 )
+from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+
+State = dict[int, PyTree]
+"""What a call replaces among its leaves, by place.
+
+The arrays in each `eqx.nn.State` and in `batch_stats` of Linen, the NNX variables that are
+not differentiated, and those others to which the function has assigned.
+"""
+Arrays = tuple[tuple[str, tuple[int, ...]], ...]
+"""The names and shapes of the arrays in a node."""
 
 
-class State(NamedTuple):
-    """State that a call changes."""
+@dataclasses.dataclass(frozen=True)
+class InState:
+    """Leaf that stands in `aux` for a part of the state, by its place."""
 
-    nnx: PyTree  # the NNX state that is not differentiated
-    # What a call replaces among the arguments, by name: each `eqx.nn.State`, the arrays in
-    # `batch_stats` of Linen, and NNX parameters once the function has assigned to them
-    arrays: dict[str, PyTree]
+    place: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradOptions:
+    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
+
+    argnums: tuple[int, ...]
+    filters: tuple[Any, ...]  # of variables of NNX, for each; `None`: parameters
+    several: bool  # whether the gradients are a tuple
+    has_aux: bool
+    policy: Policy
+    grad_dtype: np.dtype | None
+    axis_name: AxisName | None
+    retry: int
+    mixed: bool
+    # Of `accumulate`: the parts, the arguments that are split, and whether to average
+    steps: int = 1
+    batches: tuple[int, ...] = ()
+    mean: bool = True
+
+    def for_call(
+        self, func: Callable[..., PyTree], scaling: LossScaling | None
+    ) -> "GradOptions":
+        """Returns the options of one call, in which the policy names a compute dtype."""
+        policy, low = self.policy, dtype_under_amp(func, self.policy)
+        if not self.mixed:
+            if low is not None:
+                raise ValueError(
+                    "`use_mixed_precision=False` switches nothing off in a function "
+                    "under `amp`, which computes in 16 bits by itself. Pass the function "
+                    "without `amp`."
+                )
+            return self
+        own = None if self.axis_name is not None else autocast_of(func)
+        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
+        if None not in reduces and reduces[0] != reduces[1]:
+            raise ValueError(
+                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
+                "Leave one out."
+            )
+        has_none = isinstance(scaling, NoLossScaling)
+        default = np.dtype(jnp.bfloat16 if has_none else np.float16)
+        dtype = low or policy.compute_dtype or chosen_half_precision() or default
+        if dtype == np.float16 and (scaling is None or has_none):
+            raise ValueError(
+                "f16 gradients need a loss scaling: without one, those below 6e-8 become "
+                "0. Pass `mpx.DynamicLossScaling.pow2()` as the scaling; or compute in "
+                'bf16, with `policy="p=f32,c=bf16,o=f32"` or `amp(func, "bf16")`. '
+                "`mpx.StaticLossScaling(1.0)` is f16 with a scale of 1."
+            )
+        policy = dataclasses.replace(policy, compute_dtype=dtype)
+        return dataclasses.replace(self, policy=policy)
 
 
 class Call:
@@ -50,73 +118,99 @@ class Call:
 
     Attributes:
         policy: How its arguments are cast; `None` if they are not.
-        diff: The differentiated arguments: arrays, `None` for what has no gradient.
-        state: The state before the call.
         scales: The `Fp8State` of a function under `fp8` with delayed scaling, or `None`.
+        arguments: The names of the positional arguments.
+        leaves: The leaves of all arguments. Those in NNX objects come after the first
+            `plain`.
+        names: The names of the leaves.
+        diff: The differentiated arrays, by place.
+        state: The state before the call.
     """
 
     def __init__(
         self,
         func: Callable[..., PyTree],
+        options: GradOptions,
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
-        chosen: Sequence[tuple[int, PyTree]],
-        policy: Policy | None,
-        *,
-        scales: PyTree = None,
     ) -> None:
-        self._func, self.policy, self.scales = func, policy, scales
+        self._func, self._options = func, options
+        self.policy = options.policy if options.mixed and not is_amp(func) else None
+        self.scales, args, self._original = take_scales(func, args)
         # A name that also comes by keyword is for the function to refuse or to accept.
-        self._names = [
+        self.arguments = [
             f"{name}[{number}]" if name in kwargs else name
-            for number, name in enumerate(argument_names(original(func), len(args)))
+            for number, name in enumerate(argument_names(self._original, len(args)))
         ]
-        positions = _positions([argnum for argnum, _ in chosen], len(args))
-        self._diff_names = [self._names[i] for i in positions]
-        filters = dict(zip(self._diff_names, (x for _, x in chosen), strict=True))
-        self._static, self._objects = {}, {}
+        positions = _positions(options.argnums, len(args))
+        chosen = (self.arguments[i] for i in positions)
+        wanted: dict[str, PyTree] = dict(zip(chosen, options.filters, strict=True))
         # Keywords as `jax.jit` hands them on.
-        keywords = dict(sorted(kwargs.items()))
-        arguments = {**dict(zip(self._names, args, strict=True)), **keywords}
-        for name, value in arguments.items():
-            self._static[name], objects = _nnx.take_out(value, name)
-            self._objects.update(objects)
-        arrays = {}
-        for name in self._diff_names:
-            tree = self._static[name]
-            tree = np.asarray(tree) if isinstance(tree, float | complex) else tree
-            arrays[name], self._static[name] = eqx.partition(
-                tree, lambda leaf: is_array(leaf) and is_inexact(leaf)
-            )
-        static = {name: self._static[name] for name in self._diff_names}
-        self._split, params, rest = None, {}, None
-        if self._objects:
-            slots = [leaf for leaf in jax.tree.leaves(static) if _nnx.is_slot(leaf)]
-            wanted = {slot.name: filters[slot.name.argument] for slot in slots}
-            self._split = _nnx.split(self._objects, wanted)
-            params, rest = self._split.params, self._split.rest
-        for name, found in filters.items():
-            if found is not None and not any(x.argument == name for x in self._objects):
-                raise TypeError(
-                    f"`nnx.DiffState` chooses variables of an NNX module, but `{name}` "
-                    "holds none. Pass its position alone."
-                )
-        diff = _fill_slots(arrays, static, params)
-        for name, tree in diff.items():
+        self._keywords, arguments = sorted(kwargs), {**kwargs}
+        arguments.update(zip(self.arguments, args, strict=True))
+        self.names, self.leaves, structures, objects = list[LeafName](), [], [], {}
+        # Of nodes that a result may replace: the places of the leaves, by names inside.
+        self._groups: dict[str, dict[str, int]] = {}
+        for name in (*self.arguments, *self._keywords):
+            tree, found = _nnx.take_out(arguments[name], name)
+            if name in wanted and isinstance(tree, float | complex):
+                tree = np.asarray(tree)
+            for path, node in flatten_with_names(tree, name, _is_equinox_state)[0]:
+                for inside, leaf in named_leaves(node):
+                    self._note_state(path, node, inside)
+                    self.names.append(path.inside([inside], inside.types))
+                    self.leaves.append(leaf)
+            structures.append(jax.tree.structure(tree))
+            objects |= found
+        self._structure, self.plain = treedef_tuple(structures), len(self.leaves)
+        self._objects = _nnx.Objects(objects) if objects else None
+        if self._objects is not None:
+            self.names += self._objects.names
+            self.leaves += self._objects.leaves
+        trees = self._numbered(wanted, objects)
+        self._diff = tuple(trees[i] for i in positions)
+        for name, tree in zip(wanted, self._diff, strict=True):
             if not jax.tree.leaves(tree):
                 raise ValueError(
                     f"`{name}` is to be differentiated, but it holds no floating array. "
                     "Pass the model or its parameters there, or set `argnums`."
                 )
-        self.diff: tuple[PyTree, ...] = tuple(diff[name] for name in self._diff_names)
-        replaced: dict[str, PyTree] = {
-            name: node
-            for trees in (diff, self._static)
-            for argument, tree in trees.items()
-            for name, node in _nodes(tree, argument)
-            if _is_equinox_state(node) or (is_statistic(name) and is_array(node))
-        }
-        self.state = State(rest, replaced)
+        places = sorted(jax.tree.leaves(self._diff))
+        self.diff: State = {place: self.leaves[place] for place in places}
+        places = {*range(self.plain, len(self.leaves))} - {*self.diff}
+        places.update(*(group.values() for group in self._groups.values()))
+        self.state: State = {place: self.leaves[place] for place in sorted(places)}
+
+    def _numbered(
+        self, wanted: Mapping[str, PyTree], objects: Mapping[LeafName, PyTree]
+    ) -> Sequence[PyTree]:
+        """Returns the arguments with, for each array to differentiate, its place."""
+        filters = {x: wanted[x.argument] for x in objects if x.argument in wanted}
+        for name, chosen in wanted.items():
+            if chosen is not None and not any(x.argument == name for x in filters):
+                raise TypeError(
+                    f"`nnx.DiffState` chooses variables of an NNX module, but `{name}` "
+                    "holds none. Pass its position alone."
+                )
+        numbers = {} if self._objects is None else self._objects.chosen(filters)
+
+        def number(place: int) -> PyTree:
+            name, leaf = self.names[place], self.leaves[place]
+            if _nnx.is_slot(leaf) and leaf.name in numbers:
+                return jax.tree.map(lambda i: self.plain + i, numbers[leaf.name])
+            is_chosen = name.argument in wanted and is_array(leaf) and is_inexact(leaf)
+            return place if is_chosen else None
+
+        return self._structure.unflatten(map(number, range(self.plain)))
+
+    def _note_state(self, name: str, node: PyTree, inside: str) -> None:
+        """Notes the next leaf, which is inside a node, if a result may replace it."""
+        if not _is_equinox_state(node):
+            if not (is_statistic(name) and is_array(node)):
+                return
+            above, word, inside = f"/{name}/".partition("/batch_stats/")
+            name, inside = f"{above}{word}".strip("/"), inside.strip("/")
+        self._groups.setdefault(name, {})[inside] = len(self.leaves)
 
     @property
     def low(self) -> np.dtype | None:
@@ -124,156 +218,90 @@ class Call:
         dtype = None if self.policy is None else self.policy.resolved_compute_dtype()
         return dtype if dtype is not None and dtype.itemsize == 2 else None
 
-    def run(
-        self, diff: tuple[PyTree, ...], state: State, scales: PyTree
-    ) -> tuple[PyTree, State]:
-        """Returns what the function returns, and the state after the call."""
-        keep = None if self.policy is None else self.policy.keeping()
-        # Copies: Equinox makes a `State` unusable once a layer has written to it.
-        copies, arguments = jax.tree.map(lambda x: x, state.arrays), dict(self._static)
-        for name, tree in arguments.items():  # also of lists and dicts, to be changed
-            arguments[name] = map_with_name(
-                copies.get, tree, argument=name, is_leaf=_is_equinox_state
-            )
-        arrays, params = self._without_nnx(diff)
-        for name, tree in arrays.items():
-            arguments[name] = eqx.combine(tree, arguments[name])
-        if keep is not None:
-            arguments = {name: keep.cast(x, name) for name, x in arguments.items()}
-        merged = None
-        if self._split is not None:
-            split = self._split._replace(params=params, rest=state.nnx)
-            merged = _nnx.merge(split, None if keep is None else keep.cast_leaf)
-            arguments = _nnx.put_back(arguments, merged.objects)
-        args = [arguments.pop(name) for name in self._names]
-        first = () if scales is None else (scales,)
-        with contextlib.ExitStack() as stack:
-            if self.policy is not None and keep is not None:
-                dtype = self.policy.resolved_compute_dtype()
-                stack.enter_context(keep.running())
-                stack.enter_context(arguments_cast_to(dtype))
-            out = self._func(*first, *args, **arguments)
-        if keep is not None:
-            keep.check(original(self._func))
-        changed, rest = ({}, None) if merged is None else _nnx.state_after(merged)
-        nodes: dict[str, PyTree] = dict(_nodes(out))
-        pairs = ((old, nodes[new]) for new, old in self.successors(out).items())
-        new = {name: cast_like(x, self.state.arrays[name]) for name, x in pairs}
-        return out, State(rest, {**state.arrays, **new, **changed})
+    def trees(self, grads: State) -> tuple[PyTree, ...]:
+        """Returns gradients as trees, one for each differentiated argument."""
+        return jax.tree.map(grads.get, self._diff)
 
-    def successors(self, out: PyTree) -> dict[str, str]:
-        """Returns, by name, what in a result replaces what in `state.arrays`.
+    def run(self, given: State, scales: PyTree) -> tuple[Array, PyTree, State]:
+        """Returns the loss, `aux` with marks for what replaces state, and that.
 
-        Equinox states are found by their names, or else by their order. A collection of
-        Linen's is found anywhere if all its arrays are there, by names and shapes.
+        The leaves are those of the arguments, or those that are given by place.
         """
-        nodes, known = _nodes(out), self.state.arrays
-        new, old = _state_structures(nodes), _state_structures(known.items())
-        equinox: dict[str, str] = {}
-        for pairs in (_by_name(new, old), dict(zip(new, old, strict=False))):
-            fits = len(new) == len(old) == len(pairs)
-            if fits and all(new[x] == old[y] for x, y in pairs.items()):
-                equinox = pairs
-                break
-        shapes = {str(name): shape_of(x) for name, x in nodes if is_array(x)}
-        collections: dict[str, dict[str, str]] = {}
-        for name in [x for x in known if x not in old]:
-            prefix, _, inside = f"/{name}".rpartition("/batch_stats/")
-            collections.setdefault(prefix, {})[inside] = name
-        places: dict[str, list[str]] = {}
-        for prefix, names in collections.items():
-            first = next(iter(names))
-            wanted = [(x, shape_of(known[name])) for x, name in names.items()]
-            for found in [x for x in shapes if f"/{x}".endswith(f"/{first}")]:
-                place = found.removesuffix(first)
-                if all(shapes.get(place + inside) == shape for inside, shape in wanted):
-                    places.setdefault(place, []).append(prefix)
-        return equinox | {
-            place + inside: name
-            for place, fitting in places.items()
-            for inside, name in collections[_nearest(place, fitting)].items()
+        before = [given.get(place, x) for place, x in enumerate(self.leaves)]
+        keep = None if self.policy is None else self.policy.keeping()
+        leaves = before
+        if keep is not None:
+            leaves = [*map(keep.cast_leaf, self.names, before)]
+        plain, inside, objects = leaves[: self.plain], leaves[self.plain :], {}
+        if self._objects is not None:
+            objects = self._objects.merged(inside)
+        plain = [objects[x.name] if _nnx.is_slot(x) else x for x in plain]
+        # A new `eqx.nn.State`, too: one is of no use once a layer has written to it.
+        values = self._structure.unflatten(plain)
+        count, first = len(self.arguments), () if scales is None else (scales,)
+        keywords = dict(zip(self._keywords, values[count:], strict=True))
+        with contextlib.nullcontext() if keep is None else keep.running():
+            out = self._func(*first, *values[:count], **keywords)
+        if keep is not None:
+            keep.check(self._original)
+        loss, aux = loss_and_aux(out, self._options.has_aux)
+        aux, after = self._without_state(aux)
+        if self._objects is not None:
+            new = self._objects.after(objects, inside, before[self.plain :])
+            for place, leaf in enumerate(new, self.plain):
+                old, found = before[place], leaves[place]
+                if leaf is not old:
+                    is_param = place in self.diff
+                    after[place] = leaf if is_param else _unrounded(leaf, found, old)
+        return loss, aux, after
+
+    def _without_state(self, aux: PyTree) -> tuple[PyTree, State]:
+        """Returns a result with marks for what replaces state, and that."""
+        old: dict[str, Arrays] = {
+            name: tuple((x, shape_of(self.leaves[place])) for x, place in group.items())
+            for name, group in self._groups.items()
         }
+        known, after = {*old.values()}, State()
+        is_part = lambda node: bool(known) and _arrays_in(node) in known  # noqa: E731
+        nodes, _ = flatten_with_names(aux, is_leaf=is_part)
+        pairs = _pairs(old, {place: _arrays_in(node) for place, node in nodes})
 
-    def diff_in(self, state: State) -> tuple[PyTree, ...]:
-        """Returns the differentiated arguments as a call finds them in a state."""
-        arrays, pairs = state.arrays, zip(self._diff_names, self.diff, strict=True)
-        if not arrays:
-            return self.diff
-        return tuple(map_with_name(arrays.get, x, argument=name) for name, x in pairs)
+        def mark(place: str, node: PyTree) -> PyTree:
+            group = self._groups.get(pairs.get(place, ""), {})
 
-    def assigned(self, state: State) -> set[str]:
-        """Returns the names of the differentiated arrays that a state replaces."""
-        return state.arrays.keys() - self.state.arrays.keys()
+            def put(name: str, x: PyTree) -> PyTree:
+                if name not in group:
+                    return x
+                after[group[name]] = cast_like(x, self.leaves[group[name]])
+                return InState(group[name])
 
-    def without(self, state: State, names: set[str]) -> State:
-        """Returns a state without some arrays, and others in the dtypes of arguments."""
-        arrays = {name: x for name, x in state.arrays.items() if name not in names}
-        state = state._replace(arrays=arrays)
-        like = self.comparable(self.state, state).arrays
-        return state._replace(arrays=cast_like(arrays, like))
+            return map_with_name(put, node)
+
+        return map_with_name(mark, aux, is_leaf=is_part), after
 
     def comparable(self, state: State, later: State) -> State:
         """Returns a state with the arrays that a later one has."""
-        if later.arrays.keys() == state.arrays.keys():
-            return state
-        params = zip(self.diff_names(), jax.tree.leaves(self.diff), strict=True)
-        known: dict[str, PyTree] = {**dict(params), **state.arrays}
-        return state._replace(arrays={name: known.get(name) for name in later.arrays})
+        return {place: state.get(place, self.leaves[place]) for place in later}
 
-    def _without_nnx(
-        self, diff: tuple[PyTree, ...]
-    ) -> tuple[dict[str, PyTree], dict[LeafName, PyTree]]:
-        """Returns the differentiated arguments without, and the parameters of, NNX."""
-        params: dict[LeafName, PyTree] = {}
-
-        def take(node: object, value: PyTree) -> PyTree:
-            if not isinstance(node, _nnx.Slot):
-                return value
-            params[node.name] = value
-            return None
-
-        arrays = {
-            name: jax.tree.map(take, self._static[name], tree, is_leaf=is_none)
-            for name, tree in zip(self._diff_names, diff, strict=True)
-        }
-        return arrays, params
-
-    def widened(self, diff: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-        """Returns copies, of at least f32, of parameters stored in 16 bits."""
+    def widened(self, diff: State) -> State:
+        """Returns copies of parameters stored in 16 bits, or f32 for f64 gradients."""
         # The derivative with respect to a stored one would be summed in its dtype.
         if self.policy is None:
             return diff
-        keep = self.policy.keeping()
-        dtype = at_least_f32(self.policy.resolved_compute_dtype())
-        floats = (dtype_of(x) for x in jax.tree.leaves(diff) if is_floating(x))
-        if all(found.itemsize >= dtype.itemsize for found in floats):
-            return diff
-
-        def widen(name: LeafName, leaf: PyTree) -> PyTree:
-            if not is_floating(leaf) or keep.keeps(name, leaf):
-                return leaf
-            return cast_state_leaf(leaf, dtype)  # never narrowed
-
-        arrays, params = self._without_nnx(diff)
-        for name, tree in arrays.items():
-            arrays[name] = map_with_name(widen, tree, argument=name)
-        if self._split is not None:
-            params = _nnx.map_params(self._objects, params, widen)
-        static = {name: self._static[name] for name in arrays}
-        wide = _fill_slots(arrays, static, params)
-        return tuple(wide[name] for name in self._diff_names)
-
-    def diff_names(self) -> list[LeafName]:
-        """Returns the names of the differentiated arrays, in the order of the leaves."""
-        trees = zip(self._diff_names, self.diff, strict=True)
-        return [path for name, tree in trees for path, _ in named_leaves(tree, name)]
+        keep, wide = self.policy.keeping(), {**diff}
+        dtypes = self.policy.resolved_compute_dtype(), self._options.grad_dtype or F32
+        dtype = min(map(at_least_f32, dtypes), key=lambda x: x.itemsize)
+        for place, leaf in diff.items():
+            is_narrow = is_floating(leaf) and leaf.dtype.itemsize < dtype.itemsize
+            if is_narrow and not keep.keeps(self.names[place], leaf):
+                wide[place] = cast_leaf(leaf, dtype)
+        return wide
 
     def commit(self, state: State) -> None:
         """Puts a state into effect in the caller's NNX objects."""
-        if self._split is not None:
-            _nnx.update(self._objects, state.nnx)
-            if self.assigned(state):
-                _nnx.assign(self._objects, self._split, state.arrays)
+        if self._objects is not None:
+            pairs = [*enumerate(self.leaves)][self.plain :]
+            self._objects.write([state.get(place, x) for place, x in pairs])
 
 
 def _positions(argnums: Sequence[int], count: int) -> list[int]:
@@ -288,14 +316,6 @@ def _positions(argnums: Sequence[int], count: int) -> list[int]:
     if len(set(positions)) < len(positions):
         raise ValueError(f"`argnums` {tuple(argnums)} names an argument twice.")
     return positions
-
-
-def _fill_slots(
-    arrays: PyTree, static: PyTree, params: Mapping[LeafName, PyTree]
-) -> PyTree:
-    """Puts the parameters of NNX objects where their slots are in the static part."""
-    fill = lambda node, x: params[node.name] if _nnx.is_slot(node) else x  # noqa: E731
-    return jax.tree.map(fill, static, arrays, is_leaf=is_none)
 
 
 def loss_and_aux(out: PyTree, has_aux: bool) -> tuple[Array, PyTree]:
@@ -326,58 +346,40 @@ def _is_equinox_state(node: object) -> bool:
     return isinstance(node, eqx.nn.State)
 
 
-def _nodes(tree: PyTree, argument: str = "") -> list[tuple[LeafName, PyTree]]:
-    """Returns the leaves of a tree by name; an `eqx.nn.State` is one of them."""
-    return flatten_with_names(tree, argument, _is_equinox_state)[0]
+def _unrounded(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
+    """Returns a new value, or the old one where a call has left what it found."""
+    if not is_floating(new) or found.dtype == old.dtype:
+        return new
+    # `nnx.jit` and `nnx.remat` assign what was there, rounded for the call.
+    return jnp.where(new == found.astype(new.dtype), old, new)
 
 
-def _state_structures(nodes: Iterable[tuple[str, PyTree]]) -> dict[str, PyTree]:
-    return {name: jax.tree.structure(x) for name, x in nodes if _is_equinox_state(x)}
+def _arrays_in(node: PyTree) -> Arrays:
+    return tuple((name, shape_of(x)) for name, x in named_leaves(node) if is_array(x))
 
 
-def _shared_words(place: str, names: Iterable[str]) -> list[int]:
-    """Returns how many words a place has in common with each name."""
-    words = {x for x in re.split("[/_]", place) if not x.isdigit()} - {""}
-    return [len(words & {*re.split("[/_]", name)}) for name in names]
+def _pairs(old: Mapping[str, Arrays], new: Mapping[str, Arrays]) -> dict[str, str]:
+    """Returns the names of the state that parts of a result replace, by their own names.
 
-
-def _by_name(new: Iterable[str], old: Iterable[str]) -> dict[str, str]:
-    """Pairs results with the arguments nearest in name, if that is clear."""
-    found: dict[str, str] = {}
-    for place in new:
-        shared = dict(zip(old, _shared_words(place, old), strict=True))
-        best = [name for name, n in shared.items() if n and n == max(shared.values())]
-        if len(best) != 1 or best[0] in found.values():
-            return {}
-        found[place] = best[0]
-    return found
-
-
-def _nearest(place: str, collections: list[str]) -> str:
-    """Returns the collection whose name has the most in common with a place."""
-    shared = _shared_words(place, collections)
-    best = [x for x, n in zip(collections, shared, strict=True) if n == max(shared)]
-    if len(best) > 1:
-        arguments = " or ".join(f"`{name[1:]}`" for name in best)
-        raise ValueError(
-            f"The function returned `batch_stats` that may replace those of {arguments}, "
-            "whose arrays have the same names. Return them under the name of their "
-            'argument, such as `{"student": updates}`.'
-        )
-    return best[0]
-
-
-def is_spoilt(pairs: Iterable[tuple[PyTree, PyTree]]) -> Bool[Array, ""]:
-    """Returns whether a number became infinite or nan that was finite.
-
-    The pairs are arrays before and after; `None` for before counts as finite.
+    It is what has the very name and arrays of the part, or else the only one with these.
     """
-    checks = []
-    for before, after in pairs:
-        if after is before or not is_inexact(after):
-            continue  # an array that was not replaced costs nothing
-        spoilt = ~jnp.isfinite(after)
-        if before is not None and shape_of(before) == shape_of(after):
-            spoilt &= jnp.isfinite(before)
-        checks.append(jnp.any(spoilt))
-    return jnp.stack(checks).any() if checks else jnp.array(False)
+    pairs = {name: name for name in old if new.get(name) == old[name]}
+    for arrays in {*old.values()}:
+        names = [x for x in old if old[x] == arrays and x not in pairs.values()]
+        places = [x for x in new if new[x] == arrays and x not in pairs]
+        is_bare = arrays[0][0] == ""  # any array may have its shape
+        if not names or not places or is_bare:
+            continue
+        if len(names) + len(places) > 2:
+            raise ValueError(
+                f"The function returned {_listed(places)} in `aux`, which may replace "
+                f"{_listed(names)}: the arrays have the same names and shapes. Return "
+                "what replaces an argument under its name and path, such as `{"
+                '"student_state": new}` or `{"student": {"batch_stats": new}}`.'
+            )
+        pairs[places[0]] = names[0]
+    return pairs
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names)

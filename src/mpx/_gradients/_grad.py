@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from mpx._casting._cast import cast_tree
 from mpx._casting._context import has_scales, hide_signature
-from mpx._casting._policy import Policy, as_policy
-from mpx._gradients._step import GradOptions, GradResult, Scaling, Step
+from mpx._casting._policy import Policy, get_policy
+from mpx._gradients._call import GradOptions
+from mpx._gradients._step import GradResult, Scaling, Step
 from mpx._jax._arguments import (
     as_count,
     check_axis_name,
@@ -20,7 +22,7 @@ from mpx._jax._arguments import (
 from mpx._jax._compat import is_tracer
 from mpx._jax._formats import parse_float_dtype
 from mpx._jax._nnx import DiffState
-from mpx._jax._tree import AxisName, cast_floating
+from mpx._jax._tree import AxisName
 from mpx._jax._warn import warn
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
 
@@ -220,13 +222,7 @@ def filter_value_and_grad(
 
     The returned function returns `(value, scaling, grads_finite, grads)`, where `value`
     is the loss that `func` returned, as in `GradResult`, or `(loss, aux)` if `has_aux`.
-
-    Args:
-        func: The loss function. This and the others are as in `filter_grad`.
-        scaling: The loss scaling.
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast, scaled or checked.
-        **options: Options of `value_and_grad`.
+    For arguments see `filter_grad`.
 
     Examples:
         >>> from mpx import DynamicLossScaling
@@ -256,13 +252,8 @@ def calculate_scaled_grad(
 
     It is the inner half of `filter_value_and_grad`, for loops that unscale, check and
     adjust by themselves. The returned function returns `(value, grads)`, with
-    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32.
-
-    Args:
-        func: The loss function. This and the others are as in `filter_grad`.
-        scaling: The loss scaling.
-        has_aux: Whether `func` returns a pair `(loss, aux)`.
-        use_mixed_precision: If false, nothing is cast or scaled.
+    `(value, aux)` for the first if `has_aux`; `value` is the scaled loss in f32. For
+    arguments see `filter_grad`.
 
     Examples:
         >>> from mpx import StaticLossScaling
@@ -274,11 +265,11 @@ def calculate_scaled_grad(
 
     def answer(step: Step, scaling: LossScaling) -> tuple[PyTree, PyTree]:
         result = step.run(scaling)
-        value, (grads,) = scaling.scale(result.value), result.grads
+        value, grads = scaling.scale(result.value), result.grads
         if step.options.mixed:
-            grads = cast_floating(grads, step.options.policy.compute_dtype)
+            grads = cast_tree(grads, step.options.policy.resolved_compute_dtype())
         aux = step.commit(result.aux, result.state)
-        return ((value, aux) if has_aux else value), grads
+        return ((value, aux) if has_aux else value), step.call.trees(grads)[0]
 
     check_scaling(scaling)
     options = grad_options(has_aux, use_mixed_precision)
@@ -305,10 +296,9 @@ def _with_scaling(
     @functools.wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         step = Step(func, options.for_call(func, scaling), args, kwargs)
-        if scaling is None or not options.mixed:
-            return answer(step, NoLossScaling())
-        warn_of_constant_scaling(scaling)
-        return answer(step, scaling)
+        used = NoLossScaling() if scaling is None or not options.mixed else scaling
+        warn_of_constant_scaling(used)
+        return answer(step, used)
 
     return wrapper
 
@@ -330,15 +320,13 @@ def grad_options(
     check_axis_name(axis_name)
     check_bool(has_aux, "`has_aux`")
     check_bool(use_mixed_precision, "`use_mixed_precision`")
-    policy = as_policy(policy)
+    policy = Policy() if policy is None else get_policy(policy)
     several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
     given = [*argnums] if isinstance(argnums, Sequence) and several else [argnums]
-    states = [x if isinstance(x, DiffState) else None for x in given]
-    numbers = [given[i] if x is None else x.argnum for i, x in enumerate(states)]
     dtype = policy.grad_dtype if grad_dtype is None else grad_dtype
     return GradOptions(
-        argnums=tuple(as_count(x, "argnums") for x in numbers),
-        filters=tuple(None if x is None else x.filter for x in states),
+        argnums=tuple(as_count(getattr(x, "argnum", x), "argnums") for x in given),
+        filters=tuple(getattr(x, "filter", None) for x in given),
         several=several,
         has_aux=bool(has_aux),
         policy=policy,

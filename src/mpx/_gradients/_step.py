@@ -1,10 +1,9 @@
 """One step of a gradient function: cast, scale, differentiate, reduce, unscale, check."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,49 +12,35 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from mpx._casting._cast import cast_like, cast_tree
 from mpx._casting._context import (
     COMPUTE,
-    autocast_of,
-    chosen_half_precision,
     gradient_function,
-    is_amp,
     reducing_in,
     shards_of,
-    take_scales,
 )
 from mpx._casting._keep import is_statistic
-from mpx._casting._policy import Policy, dtype_under_amp
-from mpx._gradients._call import Call, State, is_spoilt, loss_and_aux
+from mpx._gradients._call import Call, GradOptions, InState, State
 from mpx._jax._compat import as_varying, unpacking_targets, varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     AxisName,
     all_devices,
     all_finite,
-    cast_floating,
+    axis_names,
     cast_leaf,
-    dtype_of,
     is_floating,
-    map_with_name,
     named_leaves,
     select_tree,
 )
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling
+from mpx._scaling._update import stays_finite
 
 Grads = TypeVar("Grads")
 Scaling = TypeVar("Scaling", bound=LossScaling)
 
 
-class _Fields(NamedTuple):
-    value: Array
-    aux: PyTree
-    grads: PyTree
-    scaling: Any
-    finite: Bool[Array, ""]
-    fp8: PyTree = None
-
-
-class GradResult(_Fields, Generic[Grads, Scaling]):
+class GradResult(NamedTuple, Generic[Grads, Scaling]):
     """Result of `value_and_grad` and `accumulate`.
 
     Attributes:
@@ -77,9 +62,12 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         (9.0, 6.0, True)
     """
 
-    if TYPE_CHECKING:  # beartype takes no generic `NamedTuple`
-        grads: Grads  # pyright: ignore[reportIncompatibleVariableOverride]
-        scaling: Scaling  # pyright: ignore[reportIncompatibleVariableOverride]
+    value: Array
+    aux: PyTree
+    grads: Grads
+    scaling: Scaling
+    finite: Bool[Array, ""]
+    fp8: PyTree = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the fields; raises if they are unpacked into fewer variables."""
@@ -93,86 +81,24 @@ class GradResult(_Fields, Generic[Grads, Scaling]):
         return tuple.__iter__(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GradOptions:
-    """Options of a gradient function, checked. Unless `mixed`, all runs as written."""
-
-    argnums: tuple[int, ...]
-    filters: tuple[
-        Any, ...
-    ]  # of variables of NNX, for each of them; `None`: parameters
-    several: bool  # whether the gradients are a tuple
-    has_aux: bool
-    policy: Policy
-    grad_dtype: np.dtype | None
-    axis_name: AxisName | None
-    retry: int
-    mixed: bool
-    # Of `accumulate`: the parts, the arguments that are split, and whether to average
-    steps: int = 1
-    batches: tuple[int, ...] = ()
-    mean: bool = True
-
-    def for_call(
-        self, func: Callable[..., PyTree], scaling: LossScaling | None
-    ) -> "GradOptions":
-        """Returns the options of one call, in which the policy names a compute dtype."""
-        policy, low = self.policy, dtype_under_amp(func, self.policy)
-        if not self.mixed:
-            if low is not None:
-                raise ValueError(
-                    "`use_mixed_precision=False` switches nothing off in a function "
-                    "under `amp`, which computes in 16 bits by itself. Pass the function "
-                    "without `amp`."
-                )
-            return self
-        own = None if self.axis_name is not None else autocast_of(func)
-        reduces = (policy.reduce_dtype, None if own is None else own().reduce)
-        if None not in reduces and reduces[0] != reduces[1]:
-            raise ValueError(
-                f"`reduce_dtype` is {reduces[0]} in the policy and {reduces[1]} in `amp`. "
-                "Leave one out."
-            )
-        has_none = isinstance(scaling, NoLossScaling)
-        default = np.dtype(jnp.bfloat16 if has_none else np.float16)
-        dtype = low or policy.compute_dtype or chosen_half_precision() or default
-        if dtype == np.float16 and (scaling is None or has_none):
-            raise ValueError(
-                "f16 gradients need a loss scaling: without one, those below 6e-8 become "
-                "0. Pass `mpx.DynamicLossScaling.pow2()` as the scaling; or compute in "
-                'bf16, with `policy="p=f32,c=bf16,o=f32"` or `amp(func, "bf16")`. '
-                "`mpx.StaticLossScaling(1.0)` is f16 with a scale of 1."
-            )
-        policy = dataclasses.replace(policy, compute_dtype=dtype)
-        return dataclasses.replace(self, policy=policy)
-
-
 class Evaluation(NamedTuple):
     """One forward and backward pass: everything in it is an array or a pytree of them."""
 
     state: State  # the state after the call
     value: Array  # the unscaled loss
-    # The gradients of the scaled loss, one tree per differentiated argument
-    grads: tuple[PyTree, ...]
-    spoilt: Bool[Array, ""]  # whether the call has made finite state infinite or nan
+    grads: State  # of the scaled loss, by place
+    intact: Bool[Array, ""]  # whether no finite state has become infinite or nan
     observed: PyTree = None  # what delayed fp8 scales have seen
     aux: PyTree = None  # the arrays among what the function returned besides
-
-
-@dataclasses.dataclass(frozen=True)
-class _InState:
-    """Leaf that stands in `aux` for an array of the state, by its name there."""
-
-    name: str
 
 
 class Step:
     """One call of a gradient function; `call` is that of the user's function."""
 
-    # Kept while JAX traces the arrays: the rest of `aux`, and the names of the NNX
+    # Kept while JAX traces the arrays: the rest of `aux`, and the places of the NNX
     # parameters that the function changes.
     _static: PyTree = None
-    _changed: set[str] | None = None
+    _changed: set[int] | None = None
 
     def __init__(
         self,
@@ -181,38 +107,28 @@ class Step:
         args: Sequence[PyTree],
         kwargs: Mapping[str, PyTree],
     ) -> None:
-        self.func, self.options = func, options
-        self._scales, args = take_scales(func, args)
+        self.options, self.call = options, Call(func, options, args, kwargs)
         # An axis of the mesh over which the batch is sharded, or a mapped one
-        self.shards = shards_of(options.axis_name, args)
+        self.shards = shards_of(options.axis_name, self.call.leaves)
         self.axis_name = options.axis_name if self.shards is None else None
-        self.prepare(args, kwargs)
-        self.call = self.call_with(args, kwargs)
-        for name, leaf in named_leaves(self.call.diff) if self.axis_name else ():
-            varying = varying_axes(jax.typeof(jnp.asarray(leaf)))
-            if sharded := varying & {*_names(self.axis_name)}:
+        self.prepare()
+        for place, x in self.call.diff.items() if self.axis_name else ():
+            varying = varying_axes(jax.typeof(jnp.asarray(x)))
+            if sharded := varying & {*axis_names(self.axis_name)}:
                 raise ValueError(
-                    f"The parameter `{name}` differs between the devices of "
+                    f"The parameter `{self.call.names[place]}` differs between the devices of "
                     f"{sorted(sharded)}, so its gradients must not be averaged over "
                     "them. Pass it replicated (`in_specs=P()`), or use jit with a "
                     "NamedSharding, which needs no `axis_name`, for sharded parameters."
                 )
 
-    def prepare(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> None:
+    def prepare(self) -> None:
         """Raises a `ValueError` if the axis to average over is one of the mesh."""
-        del args, kwargs
         if self.shards is not None:
             raise ValueError(
                 f"`axis_name={self.options.axis_name!r}` is an axis of the mesh. Leave it "
                 "out: XLA sums the gradients. Or use `mpx.accumulate(func, axis_name=...)`."
             )
-
-    def call_with(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> Call:
-        """Returns a call with these arguments."""
-        casts = self.options.mixed and not is_amp(self.func)
-        policy = self.options.policy if casts else None
-        chosen = [*zip(self.options.argnums, self.options.filters, strict=True)]
-        return Call(self.func, args, kwargs, chosen, policy, scales=self._scales)
 
     def wire_dtype(self) -> np.dtype | str | None:
         """Returns the dtype in which mpx sums gradients over devices."""
@@ -222,33 +138,43 @@ class Step:
 
     def run(self, scaling: LossScaling) -> Evaluation:
         """Returns loss, gradients of the scaled loss, and state."""
-        return self.evaluate(self.call, self.call.state, scaling)
+        return self.evaluate(self.call.state, scaling)
 
-    def evaluate(self, call: Call, state: State, scaling: LossScaling) -> Evaluation:
-        """Runs a call forward and backward on the scaled loss."""
-        has_aux, reduce = self.options.has_aux, self.options.policy.reduce_dtype
+    def evaluate(
+        self,
+        state: State,
+        scaling: LossScaling,
+        changes: Mapping[int, PyTree] | None = None,
+    ) -> Evaluation:
+        """Runs the call, with other leaves at some places, forward and backward."""
+        call, reduce = self.call, self.options.policy.reduce_dtype
         reduce = reduce if self.shards is None else None  # mpx sums over these
 
+        given = {**state, **(changes or {})}
+
         def scaled_loss(diff: PyTree, scales: PyTree) -> tuple[Array, PyTree]:
-            out, after = call.run(diff, state, scales)
-            loss, aux = loss_and_aux(out, has_aux)
-            return scaling.scale(loss), (loss, self._arrays_of(aux, call), after)
+            loss, aux, after = call.run({**given, **diff}, scales)
+            aux, self._static = eqx.partition(aux, eqx.is_array)
+            return scaling.scale(loss), (loss, aux, {**state, **after})
 
         from mpx._gradients import _uses  # it reads programs: `import mpx` does not
 
-        diff, scales = call.diff_in(state), call.scales
-        if names := _names(self.axis_name):
+        diff, scales = call.comparable(state, call.diff), call.scales
+        if names := axis_names(self.axis_name):
             # Each device's own: the derivative with respect to a value that the devices of
             # a `shard_map` share would be summed in the compute dtype before mpx sees it.
             local = lambda x: as_varying(jnp.asarray(x), names)  # noqa: E731
             diff, scales = jax.tree.map(local, (diff, scales))
-        wide, run, programs = call.widened(diff), scaled_loss, []
+        wide, run = call.widened(diff), scaled_loss
         if call.low is not None:
             from mpx._wire._product import with_masters
 
-            is_mapped, look = self.axis_name is not None, programs.append
             run = functools.partial(
-                with_masters, scaled_loss, choice=reduce, is_mapped=is_mapped, look=look
+                with_masters,
+                scaled_loss,
+                choice=reduce,
+                is_mapped=self.axis_name is not None,
+                look=functools.partial(_uses.warn_of_uses, call),
             )
         # Without a scale, `amp` in f16 inside the function warns.
         has_none = isinstance(scaling, NoLossScaling)
@@ -257,59 +183,44 @@ class Step:
             total, vjp, (loss, aux, after) = jax.vjp(run, wide, scales, has_aux=True)
             # The gradient of fp8 scales is what they have observed: see `Fp8State`.
             grads, observed = vjp(lax.full_like(total, 1))
-        if wide is not diff:
-            narrow = functools.partial(_narrow, self.options.grad_dtype)
-            grads = jax.tree.map(narrow, grads, diff)
-        if assigned := call.assigned(after):
+        if assigned := after.keys() - call.state.keys():  # parameters
             if self._changed is None:
-                self._changed = _uses.changed_params(call, state, wide)
-            after = call.without(after, assigned - self._changed)
-        before = call.comparable(state, after)
-        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+                self._changed = _uses.changed_params(call, given, wide)
+            after = {
+                i: x for i, x in after.items() if i not in assigned - self._changed
+            }
+            after = cast_like(after, call.comparable({}, after))
         # `batch_stats` in a result may replace none among the arguments.
-        unknown = [(None, x) for name, x in named_leaves(aux) if is_statistic(name)]
-        spoilt = is_spoilt([*pairs, *unknown])
-        for program in programs:
-            _uses.warn_of_uses(call, program)
-        return Evaluation(after, loss, grads, spoilt, observed, aux)
-
-    def _arrays_of(self, aux: PyTree, call: Call) -> PyTree:
-        """Stores what is no array, or is part of the state, and returns the arrays."""
-        if successors := call.successors(aux):
-            aux = map_with_name(
-                lambda name, x: _InState(successors[name]) if name in successors else x,
-                aux,
-                is_leaf=lambda node: isinstance(node, eqx.nn.State),
-            )
-        arrays, self._static = eqx.partition(aux, eqx.is_array)
-        return arrays
+        others = all_finite([x for name, x in named_leaves(aux) if is_statistic(name)])
+        intact = others & stays_finite(call.comparable(state, after), after, ())
+        return Evaluation(after, loss, grads, intact, observed, aux)
 
     def commit(self, arrays: PyTree, state: State) -> PyTree:
         """Puts a state into effect, and returns `aux` as the function returned it."""
         self.call.commit(state)
-        find = lambda x: state.arrays[x.name] if isinstance(x, _InState) else x  # noqa: E731
+        find = lambda x: state[x.place] if isinstance(x, InState) else x  # noqa: E731
         return jax.tree.map(find, eqx.combine(arrays, self._static))
 
-    def result(self, scaling: LossScaling) -> GradResult[Any, LossScaling]:
+    def result(self, scaling: LossScaling) -> PyTree:
         """Runs the step, puts the state into effect and returns the public result."""
         first = scaling.loss_scaling
         result, scaling, finite = self._attempt(scaling)
-        state, scales, retry = self.call.state, self._scales, self.options.retry
-        if retry and self.options.mixed:
+        state, scales, retry = self.call.state, self.call.scales, self.options.retry
+        if retry:
             (result, scaling, finite), _ = lax.while_loop(
                 lambda carry: ~carry[0][2] & (carry[1] < retry),
                 lambda carry: (self._attempt(carry[0][1]), carry[1] + 1),
                 ((result, scaling, finite), 0),
             )
-        after, fp8 = result.state, None
-        if self.options.mixed:
-            # A skipped step leaves no trace: running statistics of an overflow are overflow.
-            after = select_tree(finite, after, self.call.comparable(state, after))
+        # A skipped step leaves no trace: running statistics of an overflow are overflow.
+        before, fp8 = self.call.comparable(state, result.state), None
+        after = select_tree(finite, result.state, before)
         if scales is not None:
             # Maxima of gradients grow with the scale. What was observed has the new one.
             scales = scales.rescaled(scaling.loss_scaling / first)
             fp8 = select_tree(finite, scales.update(result.observed), scales)
-        grads = result.grads if self.options.several else result.grads[0]
+        grads = self.call.trees(result.grads)
+        grads = grads if self.options.several else grads[0]
         aux = self.commit(result.aux, after)
         return GradResult(result.value, aux, grads, scaling, finite, fp8)
 
@@ -319,12 +230,12 @@ class Step:
         if self.axis_name is not None:
             result = self._reduced(result, self.axis_name)
         # Undo with the scale that scaled: after a growth step the new one is larger.
-        unscaled = scaling.unscale(result.grads)
-        grads = cast_floating(unscaled, self.options.grad_dtype)
+        unscaled, dtype = scaling.unscale(result.grads), self.options.grad_dtype
+        grads = unscaled if dtype is None else cast_tree(unscaled, dtype)
         result = result._replace(grads=grads)
         if not self.options.mixed:
             return result, scaling, jnp.array(True)
-        finite = all_finite((grads, result.value)) & ~result.spoilt
+        finite = all_finite((grads, result.value)) & result.intact
         new = scaling.adjust(finite)
         if result.observed is not None:
             growth = new.loss_scaling / scaling.loss_scaling
@@ -343,27 +254,12 @@ class Step:
             return together(x, axis_name)
 
         # A parameter to which the function has assigned stays the same on all devices.
-        arrays = dict(result.state.arrays)
-        for name in self.call.assigned(result.state):
-            arrays[name] = lax.pmean(arrays[name], axis_name)
+        assigned = result.state.keys() - self.call.state.keys()
+        same = {i: lax.pmean(result.state[i], axis_name) for i in assigned}
         return result._replace(
             value=together(result.value, axis_name),
-            state=result.state._replace(arrays=arrays),
+            state=result.state | same,
             grads=jax.tree.map(total, result.grads),
-            spoilt=~all_devices(~result.spoilt, axis_name),
+            intact=all_devices(result.intact, axis_name),
             observed=jax.tree.map(lambda x: lax.pmax(x, axis_name), result.observed),
         )
-
-
-def _narrow(grad_dtype: np.dtype | None, grad: Array, param: object) -> Array:
-    """Returns a gradient no wider than its parameter, f32 and what was asked for."""
-    if not is_floating(grad):
-        return grad
-    dtype = at_least_f32(dtype_of(param))
-    if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize:
-        dtype = grad_dtype
-    return cast_leaf(grad, dtype)
-
-
-def _names(axis_name: AxisName | None) -> tuple[str, ...]:
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())

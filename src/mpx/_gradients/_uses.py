@@ -26,19 +26,19 @@ _MOVES = MOVES | {"gather", "concatenate"}
 _KERNELS = {*ATTENTION, *CROSS_ENTROPY, GROUPED, "pallas_call"}
 
 
-def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[str]:
-    """Returns the names of the NNX parameters that a call leaves with other numbers.
+def changed_params(call: Call, given: State, diff: State) -> set[int]:
+    """Returns the places of the NNX parameters that a call leaves with other numbers.
 
     `nnx.jit` and `nnx.remat` assign to all of them. The call is traced once more.
     """
 
-    def assigned_after(diff: tuple[PyTree, ...]) -> dict[str, PyTree]:
-        after = call.run(diff, state, call.scales)[1]
-        return {name: after.arrays[name] for name in call.assigned(after)}
+    def assigned_after(diff: State) -> State:
+        after = call.run({**given, **diff}, call.scales)[2]
+        return {place: after[place] for place in after.keys() - call.state.keys()}
 
     def rule(
-        name: str, eqn: Equation, ins: list[tuple[str, int] | None]
-    ) -> tuple[str, int] | None:
+        name: str, eqn: Equation, ins: list[tuple[int, int] | None]
+    ) -> tuple[int, int] | None:
         if name != "convert_element_type" or ins[0] is None:
             return None
         param, casts = ins[0]
@@ -46,28 +46,29 @@ def changed_params(call: Call, state: State, diff: tuple[PyTree, ...]) -> set[st
 
     jaxpr, after = jax.make_jaxpr(assigned_after, return_shape=True)(diff)
     body, _ = open_jaxpr(jaxpr)
-    labels = [(name, 0) for name in call.diff_names()]
+    labels = [(place, 0) for place in call.diff]
     flow = Flow(rule, join=lambda a, b: a if a == b else None)
     found = flow.run(jaxpr, dict(zip(body.invars, labels, strict=True)))
     # The policy casts to 16 bits and back.
     casts = (0,) if call.low is None else (0, 2)
-    changed = {
-        name: var
-        for name, label, var in zip(sorted(after), found, body.outvars, strict=True)
-        if label not in [(name, count) for count in casts]
-    }
-    for eqn in body.eqns:
-        if primitive_name(eqn) == "convert_element_type":
-            rounded = [x for x, var in changed.items() if var is eqn.outvars[0]]
-            if rounded and (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
-                warn(
-                    f"The function assigns to the parameter `{rounded[0]}` what it "
-                    f"computed in {dtype.name}, so that its f32 numbers are rounded in "
-                    "each step and small updates are lost. Keep its module in f32 with "
-                    "`mpx.Policy(keep=...)`, or use `mpx.amp(loss)`, which leaves "
-                    "parameters in f32."
-                )
-    return set(changed)
+    equations = {id(var): eqn for eqn in body.eqns for var in eqn.outvars}
+    changed: set[int] = set()
+    for place, label, var in zip(sorted(after), found, body.outvars, strict=True):
+        if label in [(place, count) for count in casts]:
+            continue
+        changed.add(place)
+        eqn = equations.get(id(var))
+        if eqn is None or primitive_name(eqn) != "convert_element_type":
+            continue
+        if (dtype := eqn.invars[0].aval.dtype).itemsize == 2:
+            warn(
+                f"The function assigns to the parameter `{call.names[place]}` what it "
+                f"computed in {dtype.name}, so that its f32 numbers are rounded in each "
+                "step and small updates are lost. Keep its module in f32 with "
+                "`mpx.Policy(keep=...)`, or use `mpx.amp(loss)`, which leaves parameters "
+                "in f32."
+            )
+    return changed
 
 
 def warn_of_uses(call: Call, program: PyTree) -> None:
@@ -76,7 +77,7 @@ def warn_of_uses(call: Call, program: PyTree) -> None:
     Its first inputs are the differentiated arrays of the call.
     """
     assert call.low is not None
-    names = call.diff_names()
+    names = [call.names[place] for place in call.diff]
     widened, low, loops = _uses(program, len(names))
     if loops:
         index, rounds = max(loops.items(), key=lambda item: item[1])

@@ -66,11 +66,10 @@ def as_count(value: Any, what: str, at_least: int | None = None) -> int:
     return number
 
 
-def as_counts(values: Any, what: str) -> int | tuple[int, ...]:
-    """Returns one integer, or a tuple of integers for a sequence of them."""
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        return tuple(as_count(value, what) for value in values)
-    return as_count(values, what)
+def as_counts(values: Any, what: str) -> tuple[int, ...]:
+    """Returns the integers of a sequence, or one that is given by itself."""
+    several = isinstance(values, Sequence) and not isinstance(values, str)
+    return tuple(as_count(x, what) for x in (values if several else [values]))
 
 
 def as_real(value: Any, what: str) -> float:

@@ -42,12 +42,8 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 
 def version_tuple(version: str) -> tuple[int, ...]:
     """Returns the leading integers of a version string: `0.12.0.1` -> (0, 12, 0, 1)."""
-    parts = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        parts.append(int(part))
-    return tuple(parts)
+    digits = itertools.takewhile(str.isdigit, version.split("."))
+    return tuple(map(int, digits))
 
 
 def check_version(installed: str) -> None:
@@ -111,20 +107,19 @@ def is_tracer(x: object) -> bool:
 
 def is_abstract(values: Sequence[PyTree]) -> bool:
     """Returns whether one of the values is known only when a traced program runs."""
-    for x in filter(is_tracer, values):
-        try:
+    try:
+        for x in filter(is_tracer, values):
             concrete_or_error(None, x)
-        except jax.errors.ConcretizationTypeError:
-            return True
+    except jax.errors.ConcretizationTypeError:
+        return True
     return False
 
 
 def variable_of(x: object) -> Any:
     """Returns the variable that a tracer of `jax.make_jaxpr` is in the jaxpr."""
     found = getattr(x, "val", None)
-    return (
-        found if hasattr(found, "aval") and not isinstance(found, jax.Array) else None
-    )
+    is_variable = hasattr(found, "aval") and not isinstance(found, jax.Array)
+    return found if is_variable else None
 
 
 def is_batched(x: object) -> bool:
@@ -206,11 +201,6 @@ def struct_like(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     varies = {"manual_axis_type": aval.manual_axis_type} if varying_axes(aval) else {}
     return jax.ShapeDtypeStruct(shape, x.dtype, **varies)
-
-
-def zeros_of(struct: Any) -> jax.Array:
-    """Returns zeros for the result of `jax.eval_shape`."""
-    return varying_like(jnp.zeros(struct.shape, struct.dtype), struct)
 
 
 def undifferentiable(message: str) -> Callable[[PyTree], PyTree]:

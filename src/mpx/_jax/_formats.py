@@ -67,9 +67,7 @@ FORMATS["tf32"] = Format(
     *("tf32", 19, 8, 10, (2 - 2.0**-10) * 2.0**127, 2.0**-126, 2.0**-136),
     dtype=np.dtype(jnp.float32),
 )
-FORMATS["e8m0"] = Format(
-    "e8m0", 8, 8, 0, 2.0**127, 2.0**-127, 2.0**-127, np.dtype(jnp.float8_e8m0fnu)
-)
+FORMATS["e8m0"] = _from_dtype("e8m0", jnp.float8_e8m0fnu)
 
 _NAMES: dict[str, np.dtype] = {
     **{name: np.dtype(dtype) for name, dtype in _DTYPES.items()},

@@ -1,22 +1,26 @@
-"""Flax NNX objects inside pytrees, and as pure functions of parameters and other state.
+"""Flax NNX objects inside pytrees, and as arrays with names.
 
 Flax is not imported here: if no NNX object can exist, there is nothing to do.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from mpx._jax._tree import LeafName, cast_leaf, is_floating, map_with_name, named_leaves
+from mpx._jax._tree import (
+    LeafName,
+    cast_leaf,
+    flatten_with_names,
+    is_floating,
+    named_leaves,
+)
 
-Path = tuple[object, ...]
+Path = tuple[Any, ...]
 Nodes = Mapping[LeafName, PyTree]  # NNX objects, or what stands for them, by name
-Cast = Callable[[LeafName, PyTree], PyTree]
 
 
 def nnx_module() -> Any:
@@ -55,18 +59,12 @@ def is_slot(node: PyTree) -> bool:
 
 def take_out(tree: PyTree, argument: str = "") -> tuple[PyTree, dict[LeafName, PyTree]]:
     """Replaces the NNX objects of a pytree by slots; returns them by their names."""
-    objects: dict[LeafName, PyTree] = {}
-
-    def take(name: LeafName, node: PyTree) -> PyTree:
-        if not is_nnx(node):
-            return node
-        objects[name] = node
-        return Slot(name)
-
     if nnx_module() is None:
-        return tree, objects
-    plain = map_with_name(take, tree, argument=argument, is_leaf=is_nnx)
-    return (plain if objects else tree), objects
+        return tree, {}
+    named, structure = flatten_with_names(tree, argument, is_nnx)
+    objects = {name: node for name, node in named if is_nnx(node)}
+    plain = [Slot(name) if is_nnx(node) else node for name, node in named]
+    return (structure.unflatten(plain) if objects else tree), objects
 
 
 def put_back(tree: PyTree, objects: Nodes) -> PyTree:
@@ -78,61 +76,8 @@ def put_back(tree: PyTree, objects: Nodes) -> PyTree:
 
 def copy(objects: Nodes) -> dict[LeafName, PyTree]:
     """Returns fresh objects with the same arrays; what they share stays shared."""
-    if not objects:
-        return {}
-    nnx = nnx_module()
-    graphdef, state = nnx.split(tuple(objects.values()))
-    # Copies of the variables, else `merge` would put the very same ones into both.
-    fresh = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
-    return dict(zip(objects, fresh, strict=True))
-
-
-def map_variables(objects: Nodes, fn: Cast) -> None:
-    """Maps the floating arrays of NNX objects, in place."""
-    nnx, nodes = nnx_module(), tuple(objects.values())
-    before = nnx.state(nodes)
-    # Untouched variables are not written to: under a trace NNX may forbid it.
-    update(objects, _map_state(before, variable_names(objects), fn), before)
-
-
-def _map_state(
-    state: PyTree, names: Mapping[Path, LeafName], fn: Cast, start: Path = ()
-) -> PyTree:
-    """Maps the floating arrays of an NNX state, whose paths begin with `start`."""
-
-    def new(path: Path, variable: PyTree) -> PyTree:
-        name = names[(*start, *path)]
-        return jax.tree.map(lambda x: fn(name, x) if is_floating(x) else x, variable)
-
-    nnx = nnx_module()
-    flat = [(path, new(path, x)) for path, x in nnx.to_flat_state(state)]
-    return nnx.from_flat_state(flat)
-
-
-def map_params(objects: Nodes, params: Nodes, fn: Cast) -> dict[LeafName, PyTree]:
-    """Maps the floating arrays of parameters that were split off NNX objects."""
-    names, places = variable_names(objects), {x: i for i, x in enumerate(objects)}
-    return {
-        owner: _map_state(state, names, fn, (places[owner],))
-        for owner, state in params.items()
-    }
-
-
-def variable_names(objects: Nodes) -> dict[Path, LeafName]:
-    """Returns the names of the variables of NNX objects, by their paths in a tuple."""
-    nnx = nnx_module()
-    names, nodes = tuple(objects), tuple(objects.values())
-    kinds = {
-        path: type(node)
-        for path, node in nnx.iter_graph(nodes)
-        if isinstance(node, nnx.Pytree | nnx.Variable)
-    }
-    found = {}
-    for path, _ in nnx.to_flat_state(nnx.state(nodes)):
-        starts = (path[:length] for length in range(1, len(path) + 1))
-        types = [kinds[start] for start in starts if start in kinds]
-        found[path] = names[path[0]].inside(path[1:], types)
-    return found
+    apart = Objects(objects)
+    return apart.merged(apart.leaves)
 
 
 def params_of(node: PyTree, optimizer: PyTree) -> PyTree:
@@ -163,159 +108,111 @@ def without_variables(tree: PyTree) -> PyTree:
     )
 
 
-# --- Objects as pure functions --------------------------------------------------------
+# --- Objects as arrays with names -----------------------------------------------------
 
 
-Chosen = Mapping[LeafName, Any]
-"""The objects that are differentiated, each with a filter; `None` is for parameters."""
+class Objects:
+    """NNX objects, taken apart into arrays; what they share is there once.
 
+    Attributes:
+        leaves: The arrays: parameters, statistics of BatchNorm, counters of dropout.
+        names: Their names, with the types of the modules around them.
+    """
 
-class Objects(NamedTuple):
-    """NNX objects, split."""
+    def __init__(self, objects: Nodes) -> None:
+        nnx, nodes = nnx_module(), tuple(objects.values())
+        self._owners, self._nodes = tuple(objects), nodes
+        self._graphdef, state = nnx.split(nodes)
+        self.leaves, self._structure = jax.tree.flatten(state)
+        self.names: list[LeafName] = []
+        kinds = {
+            path: type(node)
+            for path, node in nnx.iter_graph(nodes)
+            if isinstance(node, nnx.Pytree | nnx.Variable)
+        }
+        for path, variable, _ in self._variables(self.leaves):
+            starts = (path[:length] for length in range(1, len(path) + 1))
+            types = [kinds[start] for start in starts if start in kinds]
+            name = self._owners[path[0]].inside(path[1:], types)
+            inside = (x.split("/")[1:] for x, _ in named_leaves(variable))
+            self.names += [name.inside(keys, ()) for keys in inside]  # after `value`
 
-    names: tuple[LeafName, ...]
-    chosen: Chosen
-    graphdef: PyTree  # the static structure, sharing between objects included
-    params: dict[LeafName, PyTree]  # the differentiated ones: a `State` per object
-    rest: PyTree  # BatchNorm statistics, dropout counters, frozen weights
+    def _variables(
+        self, leaves: Sequence[PyTree]
+    ) -> list[tuple[Path, PyTree, list[int]]]:
+        """Returns paths, fresh variables with these arrays, and the places of those."""
+        flat = nnx_module().to_flat_state(self._structure.unflatten(leaves))
+        places = iter(range(len(leaves)))
+        return [
+            (path, x, [next(places) for _ in jax.tree.leaves(x)]) for path, x in flat
+        ]
 
+    def merged(self, leaves: Sequence[PyTree]) -> dict[LeafName, PyTree]:
+        """Returns fresh objects with these arrays, which a trace may change."""
+        state = self._structure.unflatten(leaves)
+        merged = nnx_module().merge(self._graphdef, state)
+        return dict(zip(self._owners, merged, strict=True))
 
-def split(objects: Nodes, chosen: Chosen) -> Objects:
-    """Takes NNX objects apart; only what is chosen are parameters."""
-    _check_sharing(objects, chosen)
-    nnx, names = nnx_module(), tuple(objects)
-    predicates = {
-        name: nnx.filterlib.to_predicate(nnx.Param if x is None else x)
-        for name, x in chosen.items()
-    }
+    def chosen(self, filters: Mapping[LeafName, Any]) -> dict[LeafName, PyTree]:
+        """Returns, for each object with a filter, a state of the places of its arrays.
 
-    def is_param(path: PyTree, value: PyTree) -> bool:
-        predicate = predicates.get(names[path[0]])
-        return predicate is not None and predicate(path[1:], value)
+        It holds what the filter selects; `None` selects parameters.
+        """
+        nnx, found = nnx_module(), {name: [] for name in filters}
+        self._check_sharing(filters)
+        predicates = {
+            name: nnx.filterlib.to_predicate(nnx.Param if x is None else x)
+            for name, x in filters.items()
+        }
+        for path, variable, places in self._variables(self.leaves):
+            owner, inside = self._owners[path[0]], path[1:]
+            if owner in filters and predicates[owner](inside, variable):
+                numbered = jax.tree.structure(variable).unflatten(places)
+                found[owner].append((inside, numbered))
+        return {name: nnx.from_flat_state(flat) for name, flat in found.items()}
 
-    graphdef, state, rest = nnx.split(tuple(objects.values()), is_param, ...)
-    flat = {name: [] for name in chosen}
-    for (position, *path), variable in nnx.to_flat_state(state):
-        flat[names[position]].append((tuple(path), variable))
-    params = {name: nnx.from_flat_state(found) for name, found in flat.items()}
-    return Objects(names, chosen, graphdef, params, rest)
+    def _check_sharing(self, chosen: Mapping[LeafName, Any]) -> None:
+        nnx = nnx_module()
+        owners: dict[int, str] = {}
+        for name, node in zip(self._owners, self._nodes, strict=True):
+            for path, leaf in nnx.iter_graph(node):
+                if not isinstance(leaf, nnx.Param):
+                    continue
+                owner = owners.setdefault(id(leaf), name)
+                if (owner in chosen) != (name in chosen):
+                    raise ValueError(
+                        f"`{name}/{'/'.join(map(str, path))}` is shared by `{owner}` and "
+                        f"`{name}`, of which only one is differentiated. Pass one module "
+                        "that holds both, or a copy made with `nnx.clone`."
+                    )
 
+    def after(
+        self, objects: Nodes, found: Sequence[PyTree], before: Sequence[PyTree]
+    ) -> list[PyTree]:
+        """Returns the arrays that a call has left, in the dtypes of those before it.
 
-def _check_sharing(objects: Nodes, differentiated: Chosen) -> None:
-    nnx = nnx_module()
-    owners: dict[int, str] = {}
-    for name, node in objects.items():
-        for path, leaf in nnx.iter_graph(node):
-            if not isinstance(leaf, nnx.Param):
-                continue
-            owner = owners.setdefault(id(leaf), name)
-            if (owner in differentiated) != (name in differentiated):
-                raise ValueError(
-                    f"`{name}/{'/'.join(map(str, path))}` is shared by `{owner}` and "
-                    f"`{name}`, of which only one is differentiated. Pass one module "
-                    "that holds both, or a copy made with `nnx.clone`."
-                )
+        `found` are those that the call got, which may be cast: untouched they must not
+        stay cast.
+        """
+        state = nnx_module().state(tuple(objects.values()))
+        leaves, structure = jax.tree.flatten(state)
+        if structure != self._structure:
+            raise ValueError(
+                "The function made or removed NNX variables, which must be the same after "
+                "each call. Take new ones out before it returns, for example with "
+                "`nnx.pop(model, nnx.Intermediate)`, and return them in `aux`."
+            )
+        return [
+            old if x is given else cast_leaf(x, old.dtype) if is_floating(x) else x
+            for x, given, old in zip(leaves, found, before, strict=True)
+        ]
 
-
-class Merged(NamedTuple):
-    """NNX objects for one call."""
-
-    objects: dict[LeafName, PyTree]  # fresh ones by their names, parameters cast
-    source: Objects  # what they were made from
-    found: tuple[dict[LeafName, PyTree], PyTree]  # their state, as the call finds it
-
-
-def merge(source: Objects, cast: Cast | None = None) -> Merged:
-    """Builds fresh NNX objects, with each floating array mapped by `cast`."""
-    nnx = nnx_module()
-    # Fresh variables: NNX refuses to change, under a trace, those made outside of it.
-    fresh, rest = jax.tree.map(lambda x: x, (source.params, source.rest))
-    flat = [x for pair in fresh.items() for x in _positioned(source, *pair)]
-    merged = nnx.merge(source.graphdef, nnx.from_flat_state(flat), rest)
-    objects = dict(zip(source.names, merged, strict=True))
-    if cast is not None:
-        map_variables(objects, cast)
-    return Merged(objects, source, _parts(objects, source))
-
-
-def _positioned(
-    source: Objects, name: LeafName, params: PyTree
-) -> list[tuple[Path, PyTree]]:
-    """Returns the variables of one object's parameters, by paths in the tuple of all."""
-    position, flat = source.names.index(name), nnx_module().to_flat_state(params)
-    return [((position, *path), variable) for path, variable in flat]
-
-
-def _parts(objects: Nodes, source: Objects) -> tuple[dict[LeafName, PyTree], PyTree]:
-    """Returns copies of parameters and rest, which later calls do not change."""
-    now = split(objects, source.chosen)
-    return jax.tree.map(lambda x: x, (now.params, now.rest))
-
-
-def state_after(merged: Merged) -> tuple[dict[LeafName, PyTree], PyTree]:
-    """Returns what a call has left in the objects, in the dtypes of before."""
-    before, after = merged.source, _parts(merged.objects, merged.source)
-    if jax.tree.structure(after) != jax.tree.structure((before.params, before.rest)):
-        raise ValueError(
-            "The function made or removed NNX variables, which must be the same after "
-            "each call. Take new ones out before it returns, for example with "
-            "`nnx.pop(model, nnx.Intermediate)`, and return them in `aux`."
-        )
-
-    def restore(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
-        # Untouched, a frozen weight for one: cast for the call, it must not stay cast.
-        if new is found:
-            return old
-        return cast_leaf(new, old.dtype) if is_floating(new) else new
-
-    def restore_rest(new: PyTree, found: PyTree, old: PyTree) -> PyTree:
-        restored = restore(new, found, old)
-        if new is found or not is_floating(new) or found.dtype == old.dtype:
-            return restored
-        # `nnx.jit` and `nnx.remat` assign what was there, rounded for the call.
-        return jnp.where(new == found, old, restored)
-
-    params = jax.tree.map(restore, after[0], merged.found[0], before.params)
-    rest = jax.tree.map(restore_rest, after[1], merged.found[1], before.rest)
-    named = [x for name, tree in params.items() for x in named_leaves(tree, name)]
-    pairs = zip(named, jax.tree.leaves(before.params), strict=True)
-    return {name: new for (name, new), old in pairs if new is not old}, rest
-
-
-def assign(objects: Nodes, source: Objects, arrays: Mapping[str, PyTree]) -> None:
-    """Writes parameters, by the names of `state_after`, into the caller's objects."""
-    nnx, old, new = nnx_module(), [], []
-    for owner, params in source.params.items():
-        changed = map_with_name(arrays.get, params, argument=owner)
-        old += _positioned(source, owner, params)
-        new += _positioned(source, owner, changed)
-    update(objects, nnx.from_flat_state(new), nnx.from_flat_state(old))
-
-
-def update(
-    objects: Mapping[PyTree, PyTree], rest: PyTree, before: PyTree = None
-) -> None:
-    """Writes changed state back into the caller's objects."""
-    nnx = nnx_module()
-    if before is not None:
-        ids = lambda variable: [*map(id, jax.tree.leaves(variable))]  # noqa: E731
-        old = {path: ids(x) for path, x in nnx.to_flat_state(before)}
-        new = [(path, x) for path, x in nnx.to_flat_state(rest) if ids(x) != old[path]]
-        rest = nnx.from_flat_state(new)
-    nnx.update(tuple(objects.values()), rest)
-
-
-def as_pure(
-    step: Callable[..., PyTree], args: Mapping[str, PyTree]
-) -> tuple[Callable[[PyTree], tuple[PyTree]], PyTree]:
-    """Makes a step that changes NNX objects in place a function from state to state."""
-    nnx = nnx_module()
-    graphdef, before = nnx.split(tuple(args.values()))
-
-    def pure(state: PyTree) -> tuple[PyTree]:
-        # A copy: `merge` puts the very variables of the state into the objects.
-        objects = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
-        step(**dict(zip(args, objects, strict=True)))
-        return (nnx.state(objects),)
-
-    return pure, before
+    def write(self, leaves: Sequence[PyTree]) -> None:
+        """Writes arrays into the objects of the caller."""
+        # Untouched variables are not written to: under a trace NNX may forbid it.
+        flat = [
+            (path, variable)
+            for path, variable, places in self._variables(leaves)
+            if any(leaves[i] is not self.leaves[i] for i in places)
+        ]
+        nnx_module().update(self._nodes, nnx_module().from_flat_state(flat))

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import has_explicit_axes, is_tracer
 from mpx._jax._private import private
+from mpx._jax._tree import axis_names
 
 
 def zeros_alike(
@@ -144,7 +145,7 @@ def fsdp_shardings(
             f"`mesh` must be a `jax.sharding.Mesh`, but {type(mesh).__name__} was given. "
             "The parameters come first: `fsdp_shardings(params, mesh)`."
         )
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = axis_names(axis)
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:
         raise ValueError(
@@ -254,24 +255,13 @@ def over_shards(
     *,
     like: Array,
     layout: Callable[..., tuple[Any, Any]],
-    rule: str,
-    whole: Sequence[str],
-    **sizes: int,
+    **options: Any,
 ) -> PyTree:
     """Calls a kernel, which XLA cannot partition, on each device with its shards."""
-    mesh = jax.typeof(like).sharding.mesh
-    if mesh.are_all_axes_manual or not like.ndim:
+    if jax.typeof(like).sharding.mesh.are_all_axes_manual or not like.ndim:
         return local(*args)
-    if has_explicit_axes(mesh):
-        given, results = layout(*jax.tree.map(jax.typeof, args))
-        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
-        call = jax.shard_map(
-            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )
-        return call(*jax.tree.map(_resharded, args, given))
-
     parts = lambda mesh, args, _: (local, *layout(*args))  # noqa: E731
-    return partitioned(local, args, parts, rule=rule, whole=whole, sizes=sizes)
+    return partitioned(local, args, parts, **options)
 
 
 Parts = tuple[Callable[..., PyTree], Any, Any]
@@ -285,15 +275,23 @@ def partitioned(
     *,
     rule: str,
     whole: Sequence[str] = (),
-    sizes: Mapping[str, int] | None = None,
+    **sizes: int,
 ) -> PyTree:
-    """Calls a function that is partitioned by hand: only XLA knows automatic shardings."""
+    """Calls a function on each device, with the parts that it has of the arguments."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
+    for mesh in filter(has_explicit_axes, meshes):
+        local, *places = parts(mesh, jax.tree.map(jax.typeof, args), None)
+        specs = jax.tree.map(lambda sharding: sharding.spec, places)
+        call = jax.shard_map(
+            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+        return call(*jax.tree.map(_resharded, args, places[0]))
 
+    # Only XLA knows automatic shardings.
     def partition(mesh: Any, args: PyTree, result: Any) -> tuple[PyTree, ...]:
         local, given, results = parts(mesh, args, result)
         return mesh, local, results, given
 
-    sizes = sizes or {}
     # Shardy wants them in the order in which the rule names them.
     factors = sorted({*whole, *sizes}, key=re.findall(r"\w+", rule).index)
     call = private("kernels").custom_partitioning(func)
@@ -319,7 +317,6 @@ def one_device_each(
     arrays are such stacks, with equal rows and columns. Devices that have parts of a
     matrix, or the same ones, divide the matrices among them.
     """
-    mesh = jax.typeof(arrays[0]).sharding.mesh
     plain = functools.partial(one_stack, func)
     kinds = {kind for x in arrays for kind in jax.typeof(x).sharding.mesh.axis_types}
     if kinds - {AxisType.Explicit} and kinds - {AxisType.Auto}:
@@ -330,13 +327,6 @@ def one_device_each(
         shardings = [_even(mesh, x) for x in types]
         return functools.partial(_exchanged, func, shardings), (shardings,), shardings
 
-    if kinds == {AxisType.Explicit}:
-        local, given, results = parts(mesh, ([*map(jax.typeof, arrays)],), None)
-        specs = jax.tree.map(lambda sharding: sharding.spec, (given, results))
-        call = jax.shard_map(
-            local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-        )
-        return call(jax.tree.map(_resharded, list(arrays), results))
     axes = ", ".join(f"count{i} rows{i} columns{i}" for i in range(len(arrays)))
     return partitioned(plain, (list(arrays),), parts, rule=f"{axes} -> {axes}")
 
@@ -363,15 +353,15 @@ def _exchanged(
     arrays: Sequence[Array],
 ) -> list[Array]:
     """Applies a function of whole matrices to the shards of one device."""
-    alike: dict[NamedSharding, list[int]] = {}
-    for index, sharding in enumerate(shardings):
-        alike.setdefault(sharding, []).append(index)
-    new: dict[int, Array] = {}
-    for sharding, indices in alike.items():
+    new = [*arrays]
+    for sharding in dict.fromkeys(shardings):
         local = functools.partial(_exchange, func, sharding)
-        found = one_stack(local, [arrays[index] for index in indices])
-        new |= dict(zip(indices, found, strict=True))
-    return [new[index] for index in range(len(arrays))]
+        alike = [i for i, x in enumerate(shardings) if x == sharding]
+        for i, x in zip(
+            alike, one_stack(local, [arrays[i] for i in alike]), strict=True
+        ):
+            new[i] = x
+    return new
 
 
 def _exchange(

@@ -24,6 +24,11 @@ AxisName = str | tuple[str, ...]
 _JOINED, _JOINED_SIZE = 24, 2**22
 
 
+def axis_names(axis_name: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the names of several axes, of one or of none."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+
+
 def is_array(leaf: object) -> bool:
     """Returns whether `leaf` is a JAX or NumPy array, a NumPy scalar or a tracer."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
@@ -73,13 +78,6 @@ def cast_leaf(leaf: PyTree, dtype: np.dtype) -> PyTree:
         return leaf.astype(dtype)
 
 
-def cast_floating(tree: PyTree, dtype: np.dtype | None) -> PyTree:
-    """Casts the floating leaves of a plain pytree; `None` leaves them as they are."""
-    if dtype is None:
-        return tree
-    return jax.tree.map(lambda x: cast_leaf(x, dtype) if is_floating(x) else x, tree)
-
-
 def path_name(path: Sequence[Any]) -> str:
     """Returns `layers/0/weight` for a key path; the root is the empty string."""
     return keystr(tuple(path), simple=True, separator="/")
@@ -120,17 +118,11 @@ def flatten_with_names(
 
 def types_around(structure: Any) -> list[tuple[type, ...]]:
     """Returns, for each leaf of a tree structure, the types of the nodes around it."""
-    found: list[tuple[type, ...]] = []
-    waiting: list[tuple[Any, tuple[type, ...]]] = [(structure, ())]
-    while waiting:
-        node, types = waiting.pop()
-        data = node.node_data()
-        if data is None:
-            found.extend([types] * node.num_leaves)
-        else:
-            inner = (*types, data[0])
-            waiting.extend([(child, inner) for child in reversed(node.children())])
-    return found
+    if (data := structure.node_data()) is None:
+        return [()] * structure.num_leaves
+    return [
+        (data[0], *types) for x in structure.children() for types in types_around(x)
+    ]
 
 
 def map_with_name(

@@ -7,7 +7,6 @@ library is imported here: if it is not loaded, none of its models can be running
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -293,32 +292,23 @@ def _call_with_nnx(
 
     `plain` holds the function and all arguments, with slots for the objects.
     """
-    split = _nnx.split(objects, {})
+    apart = _nnx.Objects(objects)
     given = [*names, *(x for x in plain if x not in (_FUNC, *names))]
     chosen = {_FUNC, *held}
     if visitor.params is not None:
         chosen.update(param_arguments(names, given, visitor.params))
 
-    def pure(state: PyTree, plain: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
-        merged = _nnx.merge(split._replace(rest=state))
-        everything = _nnx.put_back(plain, merged.objects)
+    def pure(state: list[PyTree], plain: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+        merged = apart.merged(state)
+        everything = _nnx.put_back(plain, merged)
         func = everything.pop(_FUNC)
         args = [everything.pop(name) for name in names]
-        return func(*args, **everything), _nnx.state_after(merged)[1]
-
-    variables = {
-        "/".join(map(str, path)): name
-        for path, name in _nnx.variable_names(objects).items()
-    }
+        return func(*args, **everything), apart.after(merged, state, state)
 
     def describe(name: LeafName, is_asked: bool) -> Named:
         is_param = is_asked
         if name.argument == "state":
-            starts = itertools.accumulate(name.path.split("/"), "{}/{}".format)
-            found = next(path for path in starts if path in variables)
-            inside = name.path.removeprefix(found).split("/")[2:]  # after `value`
-            name = variables[found].inside(inside, ())
-            is_param = True
+            name, is_param = apart.names[int(name.path)], True
         else:
             argument, _, path = name.path.partition("/")
             name = LeafName(path, name.types[1:], argument)
@@ -329,8 +319,10 @@ def _call_with_nnx(
             name = LeafName(name.path, name.types)
         return name, is_param and not is_state(name)
 
-    out, state = call_through(visitor, pure, (split.rest, plain), {}, describe=describe)
-    _nnx.update(objects, state, before=split.rest)
+    out, state = call_through(
+        visitor, pure, (apart.leaves, plain), {}, describe=describe
+    )
+    apart.write(state)
     return out
 
 
@@ -343,17 +335,16 @@ def flat_call(
     """Returns the arrays of a call, and what makes the call of a visitor and such arrays."""
     # NNX objects are copied, or they would hold tracers afterwards.
     plain, objects = _nnx.take_out((func, args, kwargs))
-    split = _nnx.split(objects, {}) if objects else None
-    state = split.rest if split is not None else None
+    apart = _nnx.Objects(objects) if objects else None
+    state = apart.leaves if apart is not None else None
     arrays, put_back = _take_arrays(
         (plain, state), lambda x: is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
     )
 
     def call(visitor: Transformation, arrays: Sequence[PyTree]) -> list[PyTree]:
         plain, state = put_back(arrays)
-        if split is not None:
-            merged = _nnx.merge(split._replace(rest=state))
-            plain = _nnx.put_back(plain, merged.objects)
+        if apart is not None:
+            plain = _nnx.put_back(plain, apart.merged(state))
         func, args, kwargs = plain
         if wrap is None:
             return _take_arrays(call_through(visitor, func, args, kwargs))[0]

@@ -55,7 +55,6 @@ class LossScaling(eqx.Module):
         self, grads_finite: PyTree, *, axis_name: AxisName | None = None
     ) -> "LossScaling":
         """Returns the scaling for the next step."""
-        del grads_finite, axis_name
         return self
 
     def metrics(self) -> dict[str, Array]:
@@ -220,10 +219,11 @@ class DynamicLossScaling(LossScaling):
             ValueError: If one of them is not a power of two.
         """
         scaling = cls(init, min, factor, max_loss_scaling=max, **options)
-        powers = {"init": init, "min": min, "max": max, "factor": factor}
-        for name, value in {**powers, "backoff": scaling.backoff}.items():
-            power = math.frexp(value)[0] == 0.5
-            check_value(power, name, "a power of two", value)
+        powers = dict(
+            init=init, min=min, max=max, factor=factor, backoff=scaling.backoff
+        )
+        for name, value in powers.items():
+            check_value(math.frexp(value)[0] == 0.5, name, "a power of two", value)
         return scaling
 
     def adjust(

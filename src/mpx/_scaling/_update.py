@@ -24,6 +24,7 @@ from mpx._jax._compat import varying_axes
 from mpx._jax._formats import at_least_f32
 from mpx._jax._tree import (
     AxisName,
+    LeafName,
     all_devices,
     all_true,
     as_flag,
@@ -118,14 +119,18 @@ def optimizer_update(
         check_extra_args(extra_args, optimizer)
         params = _nnx.without_variables(_nnx.params_of(model, optimizer))
         warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
+        apart = _nnx.Objects(
+            {LeafName("model"): model, LeafName("optimizer"): optimizer}
+        )
 
-        def update_nnx(model: PyTree, optimizer: PyTree) -> None:
+        def step_nnx(leaves: list[PyTree]) -> tuple[list[PyTree]]:
+            objects = apart.merged(leaves)
+            model, optimizer = objects.values()
             optimizer.update(model, grads, **extra_args)
+            return (apart.after(objects, leaves, leaves),)
 
-        args = {"model": model, "optimizer": optimizer}
-        step_nnx, before = _nnx.as_pure(update_nnx, args)
-        (after,) = _skip(skip, step_nnx, (before,), grads_finite, axis_name)
-        _nnx.update(args, after)
+        (after,) = _skip(skip, step_nnx, (apart.leaves,), grads_finite, axis_name)
+        apart.write(after)
         return model, optimizer_state
     if hasattr(model, "apply_gradients"):
         raise TypeError(

@@ -352,12 +352,10 @@ class _Masters(Visitor):
 
     def _matmul(self, op: Op) -> PyTree:
         operands, compute = self._rounded(op), op.eqn.invars[0].aval.dtype
-        wanted = op.eqn.params.get("preferred_element_type")
-        same = op.eqn.invars[1].aval.dtype == compute
-        if not same or (wanted is not None and np.dtype(wanted) != compute):
-            return eval_equation(op.eqn, operands)[0]
+        wanted = op.eqn.params.get("preferred_element_type") or compute
+        is_low = op.eqn.invars[1].aval.dtype == np.dtype(wanted) == compute
         weights = {}
-        for side in self._held(op):
+        for side in self._held(op) if is_low else ():
             dtype = weight_grad_dtype(self.choice, op.values[side], compute)
             if dtype != compute:
                 weights[side] = op.values[side], dtype
