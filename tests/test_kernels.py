@@ -52,7 +52,7 @@ def test_unfused_programs_round_after_each_operation():
 @pytest.mark.some(3)
 @pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
-    plan = make_plan(RULES["adamw"], correction, format)
+    plan = make_plan(RULES["adamw"], correction, format, dtype=dtype)
     assert_kernel_equals_plain(plan, make_case(plan, ODD, dtype))
 
 
@@ -191,7 +191,7 @@ def test_one_layer_steps_where_it_is(layer):
 def test_a_kernel_addresses_what_32_or_64_bits_can(size, reachable):
     assert _dispatch._BLOCK == 512
     param = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    packed = make_plan(RULES["adamw"]).packing.zeros(param, 32)
+    packed = make_plan(RULES["adamw"]).packing.zeros(param)
     assert _triton.can_address(PackedLeaf(param, packed), 512) == reachable
 
 

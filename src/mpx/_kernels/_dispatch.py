@@ -24,7 +24,7 @@ from mpx._jax._sharding import (
     uncut,
     whole_groups,
 )
-from mpx._quant._codecs import Block, FlatBlock
+from mpx._quant._codecs import Block
 
 Backend = Literal["auto", "jax"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -332,13 +332,13 @@ def run_plain(
     old = jax.tree.map(planes, leaf)
     grad = jax.tree.map(lambda x: group(sharded_as(x, leaf.param)), grad)
     if cut:
-        new = step(grad, old, block=_CutBlock(group_size))
+        new = step(grad, old, block=FlatBlock(group_size))
     elif group_size and leaf.param.size >= _TWO_PASSES:
-        first = _FirstPass()
-        step(grad, old, block=first)
+        maxima = _Maxima()
+        step(grad, old, block=maxima)
         # Without the barrier XLA merges what it can of the second pass into the first.
-        grad, peaks = lax.optimization_barrier((grad, first.peaks))
-        new = step(grad, old, block=_SecondPass(peaks))
+        grad, known = lax.optimization_barrier((grad, maxima.found))
+        new = step(grad, old, block=_Maxima(known))
     else:
         new = step(grad, old, block=Block())
     if finite is not None:
@@ -358,40 +358,42 @@ def _like(old: Array, new: PyTree) -> Array:
     return old
 
 
-class _FirstPass(Block):
-    """Finds the maxima; all other results are discarded.
+class _Maxima(Block):
+    """Finds the maxima in a first pass and gives them, in their order, in a second one.
 
     Each thread of a GPU first takes the maximum of a few: there is less to exchange.
     """
 
-    def __init__(self) -> None:
-        self.peaks: list[Array] = []
+    def __init__(self, known: Sequence[Array] = ()) -> None:
+        self.found, self._known = list[Array](), list(known)
 
     def peak(self, x: Array) -> Array:
+        if self._known:
+            return self._known.pop(0)
         *rows, width = x.shape
         few = math.gcd(width, _NEIGHBOURS)
         x = x.reshape(*rows, width // few, few)
         x = functools.reduce(jnp.maximum, (x[..., index] for index in range(few)))
-        self.peaks.append(super().peak(x))
-        return self.peaks[-1]
+        self.found.append(super().peak(x))
+        return self.found[-1]
 
 
-class _SecondPass(Block):
-    """Replays the maxima in the order in which they were found."""
+class FlatBlock(Block):
+    """A block that keeps its shape: groups are next to each other along its last axis.
 
-    def __init__(self, peaks: Sequence[Array]) -> None:
-        self._peaks = iter(peaks)
-
-    def peak(self, x: Array) -> Array:
-        return next(self._peaks)
-
-
-class _CutBlock(FlatBlock):
-    """A whole array whose shards may end within a group.
-
-    Results are computed element by element and sharded like the inputs; only the moments
-    are gathered, to take the maxima of the groups.
+    In plain JAX it is a whole array, whose shards may end within a group. Results are
+    computed element by element and sharded like the inputs; only the moments are gathered,
+    to take the maxima of the groups.
     """
 
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
     def peak(self, x: Array) -> Array:
-        return super().peak(whole_groups(x, self._group_size))
+        x = whole_groups(x, self._group_size)
+        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
+
+    def spread(self, per_group: Array) -> Array:
+        *rows, groups = per_group.shape
+        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
+        return each.reshape(*rows, groups * self._group_size)

@@ -16,8 +16,8 @@ from jaxtyping import PyTree
 
 from mpx._jax._compat import struct_like
 from mpx._jax._private import private
-from mpx._kernels._dispatch import Body
-from mpx._quant._codecs import Block, FlatBlock
+from mpx._kernels._dispatch import Body, FlatBlock
+from mpx._quant._codecs import Block
 
 pl = plgpu = private("kernels")
 Ref = Any  # a reference of Pallas
@@ -88,7 +88,7 @@ def launch(
             _kernel,
             body=body,
             planes=jax.tree.map(planes_of, leaves[0]),
-            block=_Block(group_size) if interpret else _GpuBlock(block, group_size),
+            block=FlatBlock(group_size) if interpret else _GpuBlock(block, group_size),
             view=view,
         ),
         out_shape=[types],
@@ -193,14 +193,7 @@ class _View:
         return ref.at[pl.ds(first + start, width)], mask
 
 
-class _Block(FlatBlock):
-    """A flat block, whose roots are in registers."""
-
-    def root_peak(self, x: Array, root: Array) -> Array:
-        return self.peak(root)
-
-
-class _GpuBlock(_Block):
+class _GpuBlock(FlatBlock):
     """Roots and reciprocals are one instruction, to about one ulp.
 
     Subnormal elements count as zero; the few subnormal scales do not.

@@ -1,7 +1,8 @@
 """The compressed optimizers: interface and engine."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,17 +132,35 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
             ValueError: If gradients or state do not fit the parameters.
         """
-        return core_of(self).step(params, state, grads, finite, grad_scale)
+        core, flat = core_of(self), flatten_params(params)
+        flag = None if finite is None else as_flag(finite, "finite")
+        refuse_result(grads)
+        step = Step(core, flat, state, grad_scale)
+        jobs: dict[int, _kernels.Job] = {}
+        for index, grad in enumerate(flat.like(grads, "The gradients")):
+            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
+            if has_grad and (job := step.job(index)) is not None:
+                check_grad(job.name, job.leaf.param, grad)
+                jobs[index] = job._replace(grad=jnp.asarray(grad))
+        if not jobs and any(map(step.job, range(len(flat.leaves)))):
+            raise ValueError(
+                "None of the parameters has a gradient, so the step would move nothing, "
+                "but count. Pass the gradients as a tree like the parameters, with None "
+                "only where a parameter must not change."
+            )
+        done = run(_guarded(jobs), finite=flag, backend=core.backend)
+        return step.result(dict(zip(jobs, done, strict=True)), flag)
 
 
 # --- the engine -----------------------------------------------------------------------
 
 
 class Method(NamedTuple):
-    """A rule and its hyperparameters."""
+    """How one parameter steps, and how its state is stored: `None` if it does not train."""
 
     rule: Rule
     hyper: Mapping[str, Hyper]
+    compression: Compression | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +169,7 @@ class Core:
 
     Attributes:
         matrices: For Muon: which axes of each parameter are those of a matrix.
-        others: For Muon: how parameters that are no matrices step.
+        others: For Muon: the optimizer of parameters that are no matrices.
     """
 
     rule: Rule
@@ -160,53 +179,55 @@ class Core:
     compression: Compression
     backend: _kernels.Backend
     matrices: Matrices = None
-    others: Method | None = None
+    others: "Core | None" = None
+
+    @property
+    def optimizer(self) -> FlashOptimizer:
+        methods: Any = self.init, self.update  # optax's types allow for no other states
+        return FlashOptimizer(*methods)
 
     @property
     def moments(self) -> tuple[str, ...]:
         """The moments of the parameters that have most of them."""
         cores = [core_of(x.optimizer) for x in self.groups if x.optimizer is not None]
-        rules = [self.rule, *(self.others or ())[:1], *(core.rule for core in cores)]
-        return max((rule.moments for rule in rules), key=len)
+        cores += [self] if self.others is None else [self, self.others]
+        return max((core.rule.moments for core in cores), key=len)
 
-    def methods(self, flat: FlatParams) -> list[Method]:
+    def methods(self, flat: FlatParams, mask: Mask = None) -> list[Method]:
         """Returns how each parameter steps."""
-        own = Method(self.rule, self.hyper)
-        found = [own] * len(flat.leaves)
+        rules: Sequence[Rule | None] = [self.rule] * len(flat.leaves)
         if isinstance(self.rule, Muon):
             rules = muon_rules(self.rule, self.matrices, flat)
-            others = self.others or own
-            found = [others if x is None else own._replace(rule=x) for x in rules]
-        for index, pair in enumerate(zip(flat.names, flat.leaves, strict=True)):
-            group = group_of(self.groups, *pair)
-            if group is not None and group.optimizer is not None:
-                core = core_of(group.optimizer)
-                found[index] = Method(core.rule, core.hyper)
-        return found
+        rows = zip(flat.names, flat.leaves, rules, decays(mask, flat), strict=True)
+        return list(itertools.starmap(self._method, rows))
+
+    def _method(
+        self, name: LeafName, param: PyTree, rule: Rule | None, decays: bool
+    ) -> Method:
+        group = group_of(self.groups, name, param)
+        core = self if rule is not None or self.others is None else self.others
+        if group.optimizer is not None:
+            core, rule = core_of(group.optimizer), None
+        hyper = {**core.hyper, **group.hyper}
+        if not decays:
+            hyper["weight_decay"] = 0.0
+        trains = not group.frozen and is_trainable(name, param)
+        compression = (group.compression or self.compression) if trains else None
+        return Method(rule or core.rule, hyper, compression)
 
     def init(self, params: PyTree) -> FlashState:
         register_with_flax()
         flat = flatten_params(params)
         check_has_params(flat)
         check_groups_match(self.groups, flat)
-        leaves, methods = [], self.methods(flat)
-        for name, param, (rule, _) in zip(
-            flat.names, flat.leaves, methods, strict=True
-        ):
-            _, stored = self.options(name, param)
-            packed = stored and first_state(name, param, rule.moments, stored)
-            leaves.append(PackedLeaf(param, packed))
+        leaves = [
+            PackedLeaf(x, stored and first_state(name, x, rule.moments, stored))
+            for name, x, (rule, _, stored) in zip(
+                flat.names, flat.leaves, self.methods(flat), strict=True
+            )
+        ]
         format, kind = self.compression.format, self.rule.kind
         return make_state(kind, format, self.moments, leaves, flat.bare)
-
-    def options(
-        self, name: LeafName, param: PyTree
-    ) -> tuple[ParamGroup | None, Compression | None]:
-        """Returns the group of a leaf, and its storage: `None` if it does not train."""
-        group = group_of(self.groups, name, param)
-        if (group is not None and group.frozen) or not is_trainable(name, param):
-            return group, None
-        return group, (group and group.compression) or self.compression
 
     def update(
         self,
@@ -233,40 +254,15 @@ class Core:
                 "and may not move at all. Put what changes gradients before it, and the "
                 "factor of a learning rate or schedule into `learning_rate`."
             )
-        new, state = self.step(params, state, updates, finite, grad_scale)
+        new, state = self.optimizer.step(
+            params, state, updates, finite=finite, grad_scale=grad_scale
+        )
         grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
         deltas = [
             None if grad is None else _difference(*pair)
             for grad, *pair in zip(grads, after, flat.leaves, strict=True)
         ]
         return flat.treedef.unflatten(deltas), state
-
-    def step(
-        self,
-        params: PyTree,
-        state: FlashState,
-        grads: PyTree,
-        finite: ArrayLike | None,
-        grad_scale: ArrayLike,
-    ) -> Stepped:
-        flat = flatten_params(params)
-        flag = None if finite is None else as_flag(finite, "finite")
-        refuse_result(grads)
-        step = Step(self, flat, state, grad_scale)
-        jobs: dict[int, _kernels.Job] = {}
-        for index, grad in enumerate(flat.like(grads, "The gradients")):
-            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
-            if has_grad and (job := step.job(index)) is not None:
-                check_grad(job.name, job.leaf.param, grad)
-                jobs[index] = job._replace(grad=jnp.asarray(grad))
-        if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
-            raise ValueError(
-                "None of the parameters has a gradient, so the step would move nothing, "
-                "but count. Pass the gradients as a tree like the parameters, with None "
-                "only where a parameter must not change."
-            )
-        done = run(_guarded(jobs), finite=flag, backend=self.backend)
-        return step.result(dict(zip(jobs, done, strict=True)), flag)
 
 
 class Step:
@@ -277,37 +273,34 @@ class Step:
     ) -> None:
         check_has_params(flat)
         check_state(state, core.rule.kind, core.moments, core.compression)
-        self._core, self._flat, self._state = core, flat, state
+        self._flat, self._state = flat, state
         self._scale = as_scalar("grad_scale", grad_scale)
         self._leaves = leaves_of(flat, state)
-        self._decays, self._methods = decays(core.mask, flat), core.methods(flat)
-        self._known: dict[tuple[int, str, bool], Array] = {}
+        self._methods = core.methods(flat, core.mask)
+        self._known: dict[PyTree, Array] = {}
 
-    def scalars(self, method: Method, group: ParamGroup | None, decays: bool) -> Array:
+    def scalars(self, rule: Rule, hyper: Mapping[str, Hyper]) -> Array:
         """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
-        rule, count = method.rule, self._state.count
-        key = (id(group), rule.kind, decays)
+        given, count = {name: hyper[name] for name in rule.hyper}, self._state.count
+        key = (rule, *map(id, given.values()))
         if key not in self._known:
-            hyper = {**method.hyper, **(group.hyper if group else {})}
-            if not decays:
-                hyper["weight_decay"] = 0.0
-            given = ((name, hyper[name]) for name in rule.hyper)
-            values = {k: as_scalar(k, x(count) if callable(x) else x) for k, x in given}
+            now = {k: x(count) if callable(x) else x for k, x in given.items()}
             # As in the state: the largest int32 plus one would be negative.
             step = jnp.asarray(optax.safe_increment(count))
-            numbers = rule.coefficients(values, step.astype(jnp.float32))
+            numbers = rule.coefficients(
+                {k: as_scalar(k, x) for k, x in now.items()}, step.astype(jnp.float32)
+            )
             self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
         return self._known[key]
 
     def job(self, index: int) -> _kernels.Job | None:
         """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        name, stored, packing = leaf = self._leaves[index]
-        param = stored.param
-        group, compression = self._core.options(name, param)
+        name, leaf = self._flat.names[index], self._leaves[index]
+        rule, hyper, compression = self._methods[index]
         if compression is None:
             return None
-        method = self._methods[index]
-        group_size = check_packed(leaf, method.rule.moments)
+        format, param = self._state.format, leaf.param
+        packing = check_packed(name, leaf, moments=rule.moments, format=format)
         if packing.correction is None and compression.correction_dtype(param):
             raise ValueError(
                 f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
@@ -316,10 +309,9 @@ class Step:
                 "`Compression(master_bits=None)`."
             )
         # FlashOptim rounds to nearest.
-        dithers = self._state.format == "mpx" and compression.rounding == "dithered"
-        body = LeafStep(method.rule, packing, group_size, dithers)
-        scalars = self.scalars(method, group, self._decays[index])
-        return _kernels.Job(name, body, scalars, None, stored)
+        dithers = format == "mpx" and compression.rounding == "dithered"
+        body = LeafStep(rule, packing, dithers)
+        return _kernels.Job(name, body, self.scalars(rule, hyper), None, leaf)
 
     def result(
         self, stepped: Mapping[int, PackedLeaf], finite: Array | None
@@ -328,7 +320,7 @@ class Step:
         old = self._state
         count = jnp.asarray(optax.safe_increment(old.count))
         count = count if finite is None else jnp.where(finite, count, old.count)
-        new = (stepped.get(i, leaf.stored) for i, leaf in enumerate(self._leaves))
+        new = (stepped.get(i, leaf) for i, leaf in enumerate(self._leaves))
         return with_leaves(self._flat, dataclasses.replace(old, count=count), new)
 
 

@@ -122,7 +122,7 @@ def _stack(
     scalars: Array, grad: Array, leaf: PyTree, *, rule: Muon, body: LeafStep
 ) -> Array:
     """Returns the matrices of a leaf that are to be orthogonalised: (count, rows, columns)."""
-    (moment,) = body.packing.view(leaf.packed).moments
+    moment = leaf.packed.numbers()["mu"]
     grad_scale, _, _, *coefficients = scalars
     scaled = sharded_as(grad, leaf.param).astype(F32) * grad_scale
     mu = decode_moment("mu", moment, body.packing.format)

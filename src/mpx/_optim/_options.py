@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,7 +37,6 @@ from mpx._jax._tree import (
     path_name,
     shape_of,
 )
-from mpx._optim._update_rules import Rule
 
 StateFormat = Literal["mpx", "flashoptim"]
 Hyper = float | Array | Callable[[Array], ArrayLike]
@@ -325,10 +324,12 @@ def _selects(selector: Selector, name: str, leaf: object) -> bool:
     return (named or dtype_of(leaf) is not None) and matches(selector, name, leaf)
 
 
-def group_of(
-    groups: Sequence[ParamGroup], name: str, leaf: object
-) -> ParamGroup | None:
-    return next((group for group in groups if group.matches(name, leaf)), None)
+_REST = ParamGroup(())
+
+
+def group_of(groups: Sequence[ParamGroup], name: str, leaf: object) -> ParamGroup:
+    """Returns the first group that matches; that of all others sets nothing."""
+    return next((group for group in groups if group.matches(name, leaf)), _REST)
 
 
 def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
@@ -346,51 +347,6 @@ def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
                 "belong to earlier groups, and the first group that matches holds. Put it "
                 "before."
             )
-
-
-def as_groups(
-    groups: Iterable[ParamGroup],
-    rule: Rule,
-    compression: Compression,
-    others: Rule | None = None,
-) -> tuple[ParamGroup, ...]:
-    """Returns groups as a tuple; raises if the optimizer does not have their options."""
-    members = tuple(groups) if isinstance(groups, Iterable) else (groups,)
-    for group in members:
-        if not isinstance(groups, Iterable) or not isinstance(group, ParamGroup):
-            raise TypeError(
-                "`groups` must be a sequence of `ParamGroup`s, such as "
-                f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
-            )
-        names = set(rule.hyper) | set(others.hyper if others else ())
-        if group.optimizer is not None and (group.hyper or group.frozen):
-            raise ValueError(
-                f"The group {group.where!r} has an `optimizer`, and `hyper` or `frozen` "
-                "beside it. Give the hyperparameters to that optimizer."
-            )
-        if not rule.moments:  # `momentum=0.0` on the optimizer keeps one
-            names -= {"momentum", "dampening"}
-        if unknown := sorted(set(group.hyper) - names):
-            raise ValueError(
-                f"The group {group.where!r} sets {unknown}, but this optimizer has only "
-                f"{sorted(names)}."
-            )
-        own = compression if group.compression is None else group.compression
-        check_compression(f"`compression` of the group {group.where!r}", own)
-        if own.format != compression.format:
-            raise ValueError(
-                f"The group {group.where!r} has the format {own.format!r}, but the others "
-                f"have {compression.format!r}; there is one for all."
-            )
-    return members
-
-
-def check_compression(what: str, compression: object) -> None:
-    if not isinstance(compression, Compression):
-        raise TypeError(
-            f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
-            "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
-        )
 
 
 # --- hyperparameters ------------------------------------------------------------------

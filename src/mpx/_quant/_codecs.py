@@ -137,11 +137,6 @@ class Block:
         """Returns each group's number for each of its elements."""
         return per_group[..., None]
 
-    def root_peak(self, x: Array, root: Array) -> Array:
-        """Returns the largest root of each group, given numbers and their roots."""
-        # Not the maximum of the roots: XLA would write all roots to memory.
-        return self.sqrt(self.peak(x))
-
     def sqrt(self, x: Array) -> Array:
         return jnp.sqrt(x)
 
@@ -164,21 +159,6 @@ class Block:
         last = bits(x + np.float32(0.75)) - np.float32(0.75).view(np.int32)
         multiple = last.astype(F32) * np.float32(2.0**-24)
         return jnp.where(jnp.abs(x) < np.float32(2.0**-14), multiple, rounded)
-
-
-class FlatBlock(Block):
-    """A block that keeps its shape: groups are next to each other along its last axis."""
-
-    def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
-
-    def peak(self, x: Array) -> Array:
-        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
-
-    def spread(self, per_group: Array) -> Array:
-        *rows, groups = per_group.shape
-        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
-        return each.reshape(*rows, groups * self._group_size)
 
 
 # --- Moments ---------------------------------------------------------------------------
@@ -271,8 +251,9 @@ class SqrtUint8:
         return root * root
 
     def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Quantized:
+        # Not the maximum of the roots: XLA would write all roots to memory.
+        scale, stored = _rounded_scale(block.sqrt(block.peak(x)), self.scale_dtype)
         root = block.sqrt(x)
-        scale, stored = _rounded_scale(block.root_peak(x, root), self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
         if self.scale_dtype == F16:  # which ends at 65504

@@ -14,7 +14,13 @@ from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import dtype_of, is_floating, map_with_name, named_leaves
 from mpx._optim import _optimizers as _flash
 from mpx._optim._options import PARAM_DTYPES, Compression, ParamGroup, group_of
-from mpx._optim._packing import Packed, PackedLeaf, Packing, Unpacked, decode_moment
+from mpx._optim._packing import (
+    CORRECTION,
+    PackedLeaf,
+    Packing,
+    decode_moment,
+    is_packed,
+)
 from mpx._optim._state import FlashState, Stepped, make_state
 from mpx._quant._codecs import Quantized
 from mpx.compat.flashoptim import quantization
@@ -223,8 +229,7 @@ def _build(
 
     def convert(params: PyTree, state: PyTree) -> PyTree:
         def quantizes(name: str, param: PyTree) -> bool:
-            group = group_of(groups, name, param)
-            return ((group and group.compression) or base).quantize
+            return (group_of(groups, name, param).compression or base).quantize
 
         options: PyTree = dict(quantize=quantizes, group_size=group_size)
         return from_mpx(params, state, state_type, **options)
@@ -352,8 +357,18 @@ def to_mpx(params: PyTree, state: PyTree, *, group_size: int = 32) -> Stepped:
     eccs = treedef.flatten_up_to(state.ecc)
     packed = []
     for param, ecc, *stored in zip(leaves, eccs, *moments.values(), strict=True):
-        leaf = Unpacked(tuple(stored), jnp.asarray(ecc) if is_state(ecc) else None)
-        packed.append(PackedLeaf(param, leaf.pack() if is_floating(param) else None))
+        numbers, has_ecc = dict(zip(moments, stored, strict=True)), is_state(ecc)
+        if has_ecc:
+            numbers[CORRECTION] = jnp.asarray(ecc)
+        packing = Packing(
+            tuple(moments),
+            "flashoptim",
+            group_size * any(isinstance(x, Quantized) for x in stored),
+            np.dtype(ecc.dtype) if has_ecc else None,
+            np.dtype(param.dtype) if has_ecc else None,
+        )
+        leaf = packing.pack(numbers) if is_floating(param) else None
+        packed.append(PackedLeaf(param, leaf))
     new = make_state(kind, "flashoptim", tuple(moments), packed, treedef)
     count = jnp.asarray(state.count, jnp.int32)
     return Stepped(params, dataclasses.replace(new, count=count))
@@ -401,10 +416,8 @@ def from_mpx(
             '`Compression(format="flashoptim")`. Convert it with `mpx.checkpoint.to_f32` '
             "and `from_f32`."
         )
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
     for packed in jax.tree.leaves(state.packed, is_leaf=is_packed):
-        packing = Packing.read(packed, state.moments, state.format)
-        if packing.moments != state.moments:
+        if packed.packing.moments != state.moments:
             raise ValueError(
                 "Parameters with moments of several kinds, as `flash_muon` and groups with "
                 "an `optimizer` have them, have no state in flashoptim-jax."
