@@ -472,7 +472,7 @@ def run_huge(rows, width, chunk):
     step = functools.partial(take_step, case.optimizer("auto"))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
     leaf = PackedLeaf(inputs[0]["w"], inputs[1].packed["w"])
-    launches = int(_triton.can_address(leaf, _dispatch._BLOCK))
+    launches = int(_dispatch.can_address(leaf, leaf.param.size))
     problems = kernel_problems(program, "kernel", launches)
     result = program(*inputs, yes, scale)
     del inputs, leaf

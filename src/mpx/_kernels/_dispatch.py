@@ -29,7 +29,9 @@ from mpx._quant._codecs import Block
 Backend = Literal["auto", "jax"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
-_BLOCK = 512  # elements that a program of the kernel steps, and the largest group
+# Elements that a program of the kernel steps at most, which is the largest group, and at
+# least: the largest power of two that divides the size of a leaf.
+_BLOCK, _LEAST = 512, 8
 _BATCH, _BATCH_SIZE = 8, 2**23  # leaves of a launch; larger ones have one of their own
 # From this size on the maxima are found in a pass of their own: otherwise XLA computes most
 # of the step inside the reduction, at a third of the speed
@@ -116,8 +118,20 @@ def _takes_kernel(job: Job, backend: Backend) -> bool:
         return False
     # XLA updates floats in one pass. To write planes it needs a second one, and copies.
     worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
-    fits = job.size > 0 and not size & (size - 1) and size <= _BLOCK
+    fits = job.size > 0 and math.gcd(job.size, _BLOCK) >= _LEAST and size <= _BLOCK
     return worth and fits and reason_against_shards(job.leaf.param, size) is None
+
+
+def can_address(leaf: PyTree, size: int) -> bool:
+    """Returns whether a kernel reaches every element of a leaf that steps so many.
+
+    Pallas indexes arrays of up to 2³² bytes with signed 32 bits: one of bytes has elements
+    out of reach if it has more than 2³¹. Larger arrays use 64 bits, but not the start of a
+    block, which is why the blocks are an axis of their own.
+    """
+    sizes = [(x.size, x.size * x.dtype.itemsize) for x in jax.tree.leaves(leaf)]
+    in_reach = all(count <= 2**31 or nbytes > 2**32 for count, nbytes in sizes)
+    return in_reach and math.gcd(size, _BLOCK) >= _LEAST
 
 
 def _plain(batch: _Batch, *, body: Body) -> list[PyTree]:
@@ -190,7 +204,6 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
     numbers = jnp.stack(
         [jnp.append(flag.astype(row.dtype), row) for row in batch.scalars]
     )
-    launch = functools.partial(_triton.launch, body, block=_BLOCK)
     # The distance of each layer from the one that is stepped, if only one is.
     param, layer = batch.leaves[0].param, batch.layer
     ahead = None if layer is None else lax.iota(jnp.int32, len(param)) - layer
@@ -201,37 +214,28 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         grads: Sequence[PyTree],
         leaves: Sequence[PyTree],
     ) -> list[PyTree]:
-        if ahead is None:
-            return whole(numbers, grads, leaves)
-        (leaf,) = leaves
-        size = jax.tree.leaves(grads)[0].size
-        if _triton.can_address(leaf, _BLOCK) and size % _BLOCK == 0:
-            return launch(numbers, grads, leaves, like=like, ahead=ahead)
-        # A device may have other layers only.
-        layer, last = -ahead[0], len(ahead) - 1
-        is_here = (layer >= 0) & (layer <= last)
-        layer = jnp.clip(layer, 0, last)
-        numbers = numbers.at[:, 0].multiply(is_here.astype(numbers.dtype))
-        (new,) = whole(numbers, grads, [layer_of(leaf, layer)])
-        return [_with_layer(leaf, layer, new)]
-
-    def whole(
-        numbers: Array, grads: Sequence[PyTree], leaves: Sequence[PyTree]
-    ) -> list[PyTree]:
         alike: dict[tuple[int, ...], list[int]] = {}
         for index, leaf in enumerate(leaves):  # shards of equal arrays may differ
             alike.setdefault(leaf.param.shape, []).append(index)
         new: list[PyTree] = [None] * len(leaves)
         for indices in alike.values():
-            rows = numbers
-            if len(indices) < len(leaves):
-                rows = jnp.stack([numbers[i] for i in indices])
+            rows = [numbers[i] for i in indices]
             some = [grads[i] for i in indices], [leaves[i] for i in indices]
-            if _triton.can_address(some[1][0], _BLOCK):
-                results = launch(rows, *some, like=like[: len(indices)])
+            if can_address(some[1][0], jax.tree.leaves(grads)[0].size):
+                results = _triton.launch(
+                    body,
+                    jnp.stack(rows),
+                    *some,
+                    block=_BLOCK,
+                    ahead=ahead,
+                    like=like[: len(indices)],
+                )
             else:
-                flag = rows[0, 0] != 0
-                results = plain(_Batch([row[1:] for row in rows], *some, flag, None))
+                flag, layer = rows[0][0] != 0, None
+                if ahead is not None:  # a device may have other layers only
+                    flag &= jnp.any(ahead == 0)
+                    layer = jnp.clip(-ahead[0], 0, len(ahead) - 1)
+                results = plain(_Batch([row[1:] for row in rows], *some, flag, layer))
             for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
         return new
