@@ -24,6 +24,7 @@ from mpx._optim._options import cast_params
 from mpx._updates._update import (
     apply_updates,
     check_transformation,
+    rebuilt,
     stays_finite,
     together,
 )
@@ -88,7 +89,7 @@ def skip_nonfinite(
             )
         finite = all_finite(updates)
         updates, inner = optimizer.update(
-            updates, state.inner_state, params, **extra_args
+            updates, rebuilt(state.inner_state), params, **extra_args
         )
         finite &= all_finite(updates)
         finite &= stays_finite(state.inner_state, inner, updates)

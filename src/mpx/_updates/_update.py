@@ -106,25 +106,22 @@ def optimizer_update(
         Array([1., 1.], dtype=float32)
     """
     refuse_result(grads)
+    flag = as_flag(grads_finite, "grads_finite")
+    check_choice(skip, "skip", get_args(Skip))
+    flag = None if skip == "never" else together(flag, flag, axis_name)
     if optimizer is None and hasattr(model, "apply_gradients"):
         warn_of_lost_updates(getattr(model, "params", None), grads, model)
-
-        def step_train_state(state: PyTree) -> tuple[PyTree]:
-            return (state.apply_gradients(grads=grads, **extra_args),)
-
-        (new,) = _skip(skip, step_train_state, (model,), grads_finite, axis_name)
+        apply = lambda state: (state.apply_gradients(grads=grads, **extra_args),)  # noqa: E731
+        (new,) = _skip(flag, apply, (model,), axis_name)
         return new, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
         params = _nnx.without_variables(_nnx.params_of(model, optimizer))
         warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
-
-        def update_nnx(model: PyTree, optimizer: PyTree) -> None:
-            optimizer.update(model, grads, **extra_args)
-
+        update = lambda model, optimizer: optimizer.update(model, grads, **extra_args)  # noqa: E731
         args = {"model": model, "optimizer": optimizer}
-        step_nnx, before = _nnx.as_pure(update_nnx, args)
-        (after,) = _skip(skip, step_nnx, (before,), grads_finite, axis_name)
+        pure, before = _nnx.as_pure(update, args)
+        (after,) = _skip(flag, pure, (before,), axis_name)
         _nnx.update(args, after)
         return model, optimizer_state
     if hasattr(model, "apply_gradients"):
@@ -153,19 +150,15 @@ def optimizer_update(
         # It needs none of the values that line searches and schedules use, and selects
         # while it writes: no copy, and no second pass over memory.
         given = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
-        flag = as_flag(grads_finite, "grads_finite")
-        check_choice(skip, "skip", get_args(Skip))
-        flag = None if skip == "never" else together(flag, flag, axis_name)
         return tuple(own_step(model, optimizer_state, grads, finite=flag, **given))
     warn_of_lost_updates(model, grads, optimizer_state)
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        params = _params_with_grads(model, grads)
         args = _with_integers(optimizer, model, params, grads, state)
         updates, state = _run(optimizer, state, *args, **extra_args)
         return apply_updates(model, updates), state
 
-    return _skip(skip, step, (model, optimizer_state), grads_finite, axis_name)
+    return _skip(flag, step, (model, optimizer_state), axis_name)
 
 
 def _run(
@@ -255,22 +248,24 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
 
 def _skip(
-    skip: Skip,
+    flag: Bool[Array, ""] | None,
     step: Callable[..., PyTree],
     before: tuple[PyTree, ...],
-    finite: PyTree,
-    axis_name: AxisName | None = None,
+    axis_name: AxisName | None,
 ) -> PyTree:
-    """Returns `step(*before)` if all is finite and `before` if not."""
-    flag = as_flag(finite, "grads_finite")
-    check_choice(skip, "skip", get_args(Skip))
-    if skip == "never":
+    """Returns `step(*before)` if all is finite, or there is no flag, else `before`."""
+    if flag is None:
         return step(*before)
-    flag, after = together(flag, flag, axis_name), step(*before)
+    after = step(*rebuilt(before))
     before = _with_array_counters(before, after)
     flag &= together(stays_finite(before, after, before[0]), flag, axis_name)
     # It checks structure and shapes and gives back the dtypes of `before`.
     return select_tree(flag, after, before)
+
+
+def rebuilt(tree: PyTree) -> PyTree:
+    """Returns another tree of the same leaves, for functions that assign to what they get."""
+    return jax.tree.map(lambda x: x, tree)
 
 
 def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]:
@@ -376,7 +371,9 @@ def cond_update(
             after = update_fn(*before, *args[count:], **kwargs)
             return after if several else (after,)
 
-        after = _skip("select", step, args[:count], grads_finite, axis_name)
+        flag = as_flag(grads_finite, "grads_finite")
+        flag = together(flag, flag, axis_name)
+        after = _skip(flag, step, args[:count], axis_name)
         return after if several else after[0]
 
     hide_signature(wrapper)  # the flag comes first
@@ -401,22 +398,26 @@ def check_extra_args(
 
     Most optax transformations accept anything and ignore what they do not know.
     """
-    known = {*OPTAX_ARGS}
-    if "grad_scale" in extra and (is_compressed or _holds(state, "mpx_is_compressed")):
-        known.add("grad_scale")
-    hints = {
-        "finite": "Pass it as `grads_finite`.",
-        "grad_scale": "Only the compressed optimizers such as `mpx.optim.flash_adamw` take "
-        "it. Multiply the gradients, or let `mpx.value_and_grad` unscale them.",
-    }
-    for name in [name for name in extra if name not in known]:
-        close = difflib.get_close_matches(name, (*OPTAX_ARGS, "grad_scale"), cutoff=0.8)
-        if close or is_compressed or name in hints:
-            hint = f"Did you mean `{close[0]}`?" if close else "It takes `grad_scale`."
-            hint = hints.get(name, hint)
-            raise TypeError(
-                f"The optimizer does not take the argument `{name}`. {hint}"
+    takes_scale = is_compressed or _holds(state, "mpx_is_compressed")
+    known = (*OPTAX_ARGS, "grad_scale")
+    for name in extra:
+        close = difflib.get_close_matches(name, known, cutoff=0.8)
+        if name in OPTAX_ARGS or (name == "grad_scale" and takes_scale):
+            continue
+        if name == "grad_scale":
+            hint = (
+                "Only the compressed optimizers such as `mpx.optim.flash_adamw` take it. "
+                "Multiply the gradients, or let `mpx.value_and_grad` unscale them."
             )
+        elif name == "finite":
+            hint = "Pass it as `grads_finite`."
+        elif close:
+            hint = f"Did you mean `{close[0]}`?"
+        elif is_compressed:
+            hint = "It takes `grad_scale`."
+        else:
+            continue
+        raise TypeError(f"The optimizer does not take the argument `{name}`. {hint}")
 
 
 def _holds(state: PyTree, mark: str) -> bool:
