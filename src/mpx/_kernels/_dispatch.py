@@ -221,7 +221,7 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         for indices in alike.values():
             rows = [numbers[i] for i in indices]
             some = [grads[i] for i in indices], [leaves[i] for i in indices]
-            if can_address(some[1][0], jax.tree.leaves(grads)[0].size):
+            if can_address(some[1][0], jax.tree.leaves(some[0])[0].size):
                 results = _triton.launch(
                     body,
                     jnp.stack(rows),

@@ -277,12 +277,25 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
     """
     flat, found, leaves = _found(params, state)
     given = flat.like(master, "`master`")
-    _warn_of_rounded(flat.names, given, leaves)
+    for name, weight, leaf in zip(flat.names, given, leaves, strict=True):
+        if has_correction(leaf.packed) and dtype_of(weight) in PARAM_DTYPES[1:]:
+            warn(
+                f"The weight of `{name}` was given in {dtype_of(weight)}, so its master "
+                "starts in the middle of a rounding interval, where small steps change no "
+                "parameter for a long time. Pass the f32 weights. For weights that exist "
+                "in 16 bits alone, `init(params)` puts each master at random in its "
+                "interval."
+            )
+            break
     weights = list(map(_as_weight, flat.names, given, flat.leaves))
     new_params, new_state = put_masters(flat, found, weights)
-    return new_params, jax.tree.map(
-        lambda x: new_state if x is found else x, state, is_leaf=lambda x: x is found
-    )
+    return new_params, replaced(state, found, new_state)
+
+
+def replaced(tree: PyTree, old: PyTree, new: PyTree) -> PyTree:
+    """Returns a tree with another node in the place of one."""
+    is_old = lambda x: x is old  # noqa: E731
+    return jax.tree.map(lambda x: new if x is old else x, tree, is_leaf=is_old)
 
 
 def put_masters(
@@ -313,22 +326,6 @@ def _found(
         if has_correction(leaf.packed):
             check_packed(name, leaf)
     return flat, found[0], leaves
-
-
-def _warn_of_rounded(
-    names: Sequence[str], weights: Sequence[PyTree], leaves: Sequence[PackedLeaf]
-) -> None:
-    for name, weight, leaf in zip(names, weights, leaves, strict=True):
-        dtype = dtype_of(weight)
-        if not has_correction(leaf.packed) or dtype not in PARAM_DTYPES[1:]:
-            continue
-        warn(
-            f"The weight of `{name}` was given in {dtype}, so its master starts in the "
-            "middle of a rounding interval, where small steps change no parameter for a "
-            "long time. Pass the f32 weights. For weights that exist in 16 bits alone, "
-            "`init(params)` puts each master at random in its interval."
-        )
-        return
 
 
 def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:

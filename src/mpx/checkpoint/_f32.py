@@ -18,7 +18,13 @@ from mpx._jax._tree import (
 )
 from mpx._optim._optax import MasterWeightsState
 from mpx._optim._packing import Packed, decode_moment, encode_moment, is_packed
-from mpx._optim._state import FlashState, Stepped, from_master, master_params
+from mpx._optim._state import (
+    FlashState,
+    Stepped,
+    from_master,
+    master_params,
+    replaced,
+)
 from mpx._quant._codecs import Quantized
 
 
@@ -61,7 +67,7 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
         weights, new = kept.master, kept.inner_state
     else:
         return Stepped(_widened(params), state)
-    return Stepped(_widened(weights), _replaced(state, kept, new))
+    return Stepped(_widened(weights), replaced(state, kept, new))
 
 
 def _widened(tree: PyTree) -> PyTree:
@@ -108,14 +114,14 @@ def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> S
     kept = _kept(old)
     if isinstance(kept, FlashState):
         filled = jax.tree.map(_placed, _with_moments(kept, state), kept)
-        filled = _replaced(old, kept, filled)
+        filled = replaced(old, kept, filled)
         return Stepped(*from_master(params, old_params, filled))
     rounded = _cast_like(old_params, params)
     if kept is None:
         return Stepped(rounded, _cast_like(old, state))
     inner = _cast_like(kept.inner_state, state)
     master = _cast_like(kept.master, params)
-    return Stepped(rounded, _replaced(old, kept, MasterWeightsState(inner, master)))
+    return Stepped(rounded, replaced(old, kept, MasterWeightsState(inner, master)))
 
 
 # --- Parts of states ------------------------------------------------------------------
@@ -131,12 +137,6 @@ def _kept(state: PyTree) -> FlashState | MasterWeightsState | None:
             f"there are {len(found)}. Convert the parts of the state one by one."
         )
     return found[0] if found else None
-
-
-def _replaced(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
-    )
 
 
 def _cast_like(old: PyTree, new: PyTree) -> PyTree:
