@@ -201,7 +201,9 @@ def decoded(core, state, leaf):
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
     weight = master.decode(leaf.param, leaf.correction, Block())
     moments = (
-        moment_codec(name, bool(quantized), state.format).decode(stored, Block())
+        moment_codec(name, state.format).decode(stored, Block())
+        if quantized
+        else stored
         for name, stored in zip(core.rule.moments, leaf.moments, strict=True)
     )
     return weight, tuple(moments)

@@ -131,12 +131,7 @@ class MasterWeightsState(NamedTuple):
 
 
 class MasterWeights(optax.GradientTransformationExtraArgs):
-    """An optimizer with master weights: an optax transformation that starts from f32.
-
-    Attributes:
-        init: Makes the state of 16-bit parameters: `init(params)`.
-        update: The optax interface: `update(grads, state, params)`.
-    """
+    """An optimizer with master weights: an optax transformation that starts from f32."""
 
     def init_from(
         self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()

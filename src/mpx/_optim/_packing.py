@@ -20,7 +20,6 @@ from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant._codecs import (
     BitDelta,
     Block,
-    Full,
     MasterCodec,
     MomentCodec,
     Quantized,
@@ -42,9 +41,7 @@ Numbers = Mapping[str, PyTree]
 """By name: moments, `Quantized` or in f32, and the correction of a 16-bit parameter."""
 
 
-def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
-    if not quantized:
-        return Full()
+def moment_codec(name: str, format: StateFormat) -> MomentCodec:
     codec = SoftsignInt8 if name == "mu" else SqrtUint8
     return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
 
@@ -68,8 +65,9 @@ class Packing(NamedTuple):
 
     @property
     def codecs(self) -> dict[str, MomentCodec]:
-        quantized = self.group_size > 0
-        return {x: moment_codec(x, quantized, self.format) for x in self.moments}
+        """The codecs of the moments, if they are quantised."""
+        names = self.moments if self.group_size else ()
+        return {name: moment_codec(name, self.format) for name in names}
 
     @property
     def master(self) -> MasterCodec:
@@ -83,8 +81,8 @@ class Packing(NamedTuple):
     def dtypes(self) -> tuple[list[np.dtype], list[np.dtype]]:
         """Those of the numbers per element, moments then correction, and per group."""
         codecs = self.codecs.values()
-        scales = [x.scale_dtype for x in codecs if x.scale_dtype is not None]
-        codes = [x.code_dtype for x in codecs]
+        scales = [x.scale_dtype for x in codecs]
+        codes = [x.code_dtype for x in codecs] or [F32] * len(self.moments)
         return codes if self.correction is None else [*codes, self.correction], scales
 
     def zeros(self, param: PyTree) -> "Packed":
@@ -124,11 +122,9 @@ class Packed:
     """The state of one parameter, in at most two arrays.
 
     Attributes:
-        codes: The numbers per element: the code of each moment, or the moment itself if
-            it is not quantised, then the correction. An array `(planes, *shape)`; if all
-            of them are f32, a tuple with an array of the parameter's shape for each.
-        scales: The numbers per group, `(planes, *shape[:-1], groups)`; `None` without
-            quantised moments.
+        codes: The numbers per element: each moment or its code, then the correction. An
+            array `(planes, *shape)`; if all are f32, a tuple of arrays like the parameter.
+        scales: The numbers per group, `(planes, *shape[:-1], groups)`, if there are groups.
         packing: What they mean.
     """
 
@@ -213,7 +209,10 @@ class LeafStep:
         codecs, master = self.packing.codecs, self.packing.master
         dtype, old = leaf.param.dtype, leaf.packed.numbers()
         weight = master.decode(leaf.param, old.get(CORRECTION), block)
-        moments = tuple(codec.decode(old[x], block) for x, codec in codecs.items())
+        moments = tuple(
+            codecs[x].decode(old[x], block) if codecs else old[x]
+            for x in self.packing.moments
+        )
         grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
         scaled = grad.astype(weight.dtype) * grad_scale
         given = tuple(coefficients), scaled, weight, block
@@ -221,10 +220,9 @@ class LeafStep:
         # For `finite` to skip; it must be seen if nobody looks.
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
         param, correction = master.encode(weight, dtype, block, for_masters)
-        new: dict[str, PyTree] = {
-            name: codec.encode(moment, block, for_moments)
-            for (name, codec), moment in zip(codecs.items(), moments, strict=True)
-        }
+        new: dict[str, PyTree] = dict(zip(self.packing.moments, moments, strict=True))
+        for name, codec in codecs.items():
+            new[name] = codec.encode(new[name], block, for_moments)
         if correction is not None:
             new[CORRECTION] = correction
         return PackedLeaf(param, self.packing.words(new))
@@ -262,7 +260,7 @@ def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
     if not isinstance(moment, Quantized):
         return moment
     block = FlatBlock(moment.codes.shape[-1] // moment.scale.shape[-1])
-    return moment_codec(name, quantized=True, format=format).decode(moment, block)
+    return moment_codec(name, format).decode(moment, block)
 
 
 def encode_moment(
@@ -273,8 +271,7 @@ def encode_moment(
     Zero is stored for inf and nan, which would spread to their group.
     """
     moment = jnp.where(is_finite(moment), moment, 0.0)
-    codec = moment_codec(name, quantized=True, format=format)
-    return Quantized(*codec.encode(moment, FlatBlock(group_size)))
+    return moment_codec(name, format).encode(moment, FlatBlock(group_size))
 
 
 def first_state(

@@ -44,11 +44,10 @@ class FlashState(eqx.Module):
 
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
-        packed: For each parameter a `Packed`, or `None` if it is frozen: at most two
-            arrays, sharded like the parameter, since every array costs time whenever a
-            step is dispatched. `codes` holds the codes of the moments and the bytes of
-            the correction as planes, `(planes, *shape)` of uint8, `scales` the 16-bit
-            words of their scales, `(planes, *shape[:-1], groups)` of uint16.
+        packed: For each parameter at most two arrays, sharded like it, since every array
+            costs time whenever a step is dispatched; `None` if it is frozen. `codes` holds
+            the codes of the moments and the bytes of the correction as planes,
+            `(planes, *shape)`, `scales` the words of `(planes, *shape[:-1], groups)`.
         layout: A zero under a name such as `adam-mpx-planes-12x24-25x32-1f0c93aa`, which
             tells the kind of rule, the format, and the dtypes of parameters and
             corrections.

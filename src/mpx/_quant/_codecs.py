@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import PyTree
 
 F32 = jnp.float32
 BF16, F16, _F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, F32))
@@ -174,20 +173,6 @@ class Quantized(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Full:
-    """Stores f32 as it is, inf and nan included."""
-
-    code_dtype: ClassVar[np.dtype] = _F32
-    scale_dtype: None = None
-
-    def decode(self, stored: PyTree, block: Block) -> Array:
-        return stored
-
-    def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Array:
-        return x
-
-
-@dataclasses.dataclass(frozen=True)
 class SoftsignInt8:
     """Signed numbers, finer near zero: `x = scale · q / (254 - |q|)`, q in ±127.
 
@@ -285,13 +270,11 @@ def _rounded_scale(
     return peak, peak.astype(dtype)
 
 
-MomentCodec = Full | SoftsignInt8 | SqrtUint8
+MomentCodec = SoftsignInt8 | SqrtUint8
 
 
 # --- Master weights: a 16-bit parameter and the remainder of its rounding ----------------
 # `encode` returns parameters of `dtype` and their corrections, rounded by `Dither.masters`.
-
-Correction = Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,14 +284,15 @@ class RoundedMaster:
     Rounding to nearest loses updates below half an ulp; dithered, they are kept on average.
     """
 
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+    def decode(self, param: Array, correction: Array | None, block: Block) -> Array:
         return param.astype(F32)
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
+    ) -> tuple[Array, Array | None]:
         if rounding is not None and np.dtype(dtype).itemsize == 2:
-            weight = _rounded_by(weight, np.dtype(dtype), _threshold(16, rounding))
+            up = (rounding * np.float32(2.0**16)).astype(jnp.int32)
+            weight = _rounded_by(weight, np.dtype(dtype), up)
         return weight.astype(dtype), None
 
 
@@ -326,34 +310,33 @@ class BitDelta:
 
     dtype: np.dtype = _INT8
 
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+    def decode(self, param: Array, correction: Array | None, block: Block) -> Array:
         assert correction is not None
         pattern = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
         high = lax.bitcast_convert_type(pattern << np.uint32(16), jnp.int32)
-        total = high + (correction.astype(jnp.int32) << self._shift)
+        total = high + (
+            correction.astype(jnp.int32) << (16 - np.iinfo(self.dtype).bits)
+        )
         # There are no bit patterns below ±0: a parameter that was set to zero is zero,
         # whatever its old correction.
         return from_bits(jnp.where((total ^ high) < 0, high, total))
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
+    ) -> tuple[Array, Array | None]:
         pattern = bits(weight)
         # A nan that is not this one could become inf, or be carried over into the sign.
         pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
         # Added before the last bits are cut off: half a unit rounds to nearest.
         half = jnp.int32(128 if self.dtype == _INT8 else 0)
         if self.dtype == _INT8 and rounding is not None:
-            half = _threshold(8, rounding)
+            half = (rounding * np.float32(2.0**8)).astype(jnp.int32)
         # Half a bf16 ulp more, so that the remainder of the parameter has no sign yet.
         total = pattern + (half + 0x8000)
-        low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
+        info = np.iinfo(self.dtype)
+        low = (total >> (16 - info.bits)) & (2**info.bits - 1)
         param = block.rounded(from_bits(total & np.int32(-65536)), BF16)
-        return param.astype(BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
-
-    @property
-    def _shift(self) -> int:
-        return 8 if self.dtype == _INT8 else 0
+        return param.astype(BF16), (low + info.min).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,7 +355,7 @@ class UlpFraction:
 
     dtype: np.dtype = _INT8
 
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+    def decode(self, param: Array, correction: Array | None, block: Block) -> Array:
         assert correction is not None
         low, high = _half_ulp(param)
         fraction = correction.astype(F32) * np.float32(1 / np.iinfo(self.dtype).max)
@@ -380,7 +363,7 @@ class UlpFraction:
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
+    ) -> tuple[Array, Array | None]:
         rounded = block.rounded(weight, np.dtype(dtype))
         param = rounded.astype(dtype)
         low, high = _half_ulp(param)
@@ -429,11 +412,6 @@ def _half_ulp(param: Array) -> tuple[Array, Array]:
     log = jnp.maximum(exponent, 1) - (bias + mantissa + 1)
     half = log >> 1
     return from_bits((half + 127) << 23), from_bits((log - half + 127) << 23)
-
-
-def _threshold(count: int, rounding: Array) -> Array:
-    """Returns `count` bits of the offset before a floor, int32."""
-    return (rounding * np.float32(2.0**count)).astype(jnp.int32)
 
 
 def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:
