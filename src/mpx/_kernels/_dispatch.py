@@ -61,9 +61,7 @@ class Job(NamedTuple):
     name: str  # the path of the parameter
     body: Body  # the step
     scalars: Array  # the f32 numbers that `body` needs
-    grad: (
-        PyTree  # an array or several, like the parameter; `None` while it is not known
-    )
+    grad: PyTree  # an array or several, like the parameter; `None` if not known yet
     leaf: PyTree  # the parameter and its state: any pytree with an attribute `param`
     layer: Array | None = None  # int32, if only this one steps, along the first axis
 

@@ -18,7 +18,7 @@ from mpx._optim._options import (
     ParamGroup,
     check_hyper,
 )
-from mpx._optim._update_rules import Adam, Lion, Muon, NewtonSchulz, Rule, Sgd
+from mpx._optim._update_rules import Adam, Lion, Muon, Rule, Sgd
 
 _DEFAULT = Compression()
 
@@ -347,7 +347,7 @@ def flash_muon(  # noqa: PLR0913 (options are keywords)
     )
     coefficients = tuple((float(a), float(b), float(c)) for a, b, c in rows)
     return _build(
-        Muon(nesterov, NewtonSchulz(coefficients, dtype, float(eps)), rms),
+        Muon(nesterov, coefficients, dtype, float(eps), rms),
         learning_rate=learning_rate,
         beta=beta,
         weight_decay=weight_decay,

@@ -8,7 +8,7 @@ the work per element is small. Rules run in plain JAX and in kernels.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -139,39 +139,31 @@ class Sgd:
         return weight - rate * step
 
 
-class NewtonSchulz(NamedTuple):
-    """How matrices are orthogonalised: x ← ax + (bA + cA²)x with A = xxᵀ, once for each (a, b, c).
-
-    `dtype` is that of the matmuls, `eps` is added to the norm that the matrix is divided by
-    before.
-    """
-
-    coefficients: tuple[tuple[float, float, float], ...]
-    dtype: np.dtype
-    eps: float
-
-    @property
-    def stored(self) -> np.dtype:
-        """The dtype of matrices between the matmuls."""
-        return np.dtype(jnp.bfloat16) if self.dtype.itemsize < 4 else self.dtype
-
-
 @dataclasses.dataclass(frozen=True)
 class Muon:
     """Muon: μ ← βμ + (1-β)g, then w ← (1-ηλ)w - ηs · orthogonalised(μ), for each matrix.
 
     With Nesterov's momentum it is βμ/(1-βᵗ⁺¹) + (1-β)g/(1-βᵗ) that is orthogonalised. The
     axes of a parameter that are neither `inputs` nor `outputs` count matrices; s is `scale`.
+    A matrix is divided by its norm plus `eps`; then x ← ax + (bA + cA²)x with A = xxᵀ, by
+    matmuls in `dtype`, once for each (a, b, c) of `newton_schulz`.
     """
 
     kind: ClassVar[str] = "muon"
     nesterov: bool
-    newton_schulz: NewtonSchulz
+    newton_schulz: tuple[tuple[float, float, float], ...]
+    dtype: np.dtype
+    eps: float
     consistent_rms: float | None = None
     inputs: tuple[int, ...] = (0,)
     outputs: tuple[int, ...] = (1,)
     moments: tuple[str, ...] = ("mu",)
     hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "beta")
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of matrices between the matmuls."""
+        return np.dtype(jnp.bfloat16) if self.dtype.itemsize < 4 else self.dtype
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         beta, rate = hyper["beta"], hyper["learning_rate"]
