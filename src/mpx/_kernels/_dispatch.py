@@ -71,14 +71,7 @@ class Job(NamedTuple):
         return param.size if self.layer is None else math.prod(param.shape[1:])
 
 
-class _Batch(NamedTuple):
-    """The arrays of steps that share a launch; see `Job` and `run`."""
-
-    scalars: Sequence[Array]
-    grads: Sequence[PyTree]
-    leaves: Sequence[PyTree]
-    finite: Array | None
-    layer: Array | None
+Row = tuple[Array, PyTree, PyTree]  # scalars, gradient and leaf of a job
 
 
 def run(
@@ -100,9 +93,8 @@ def run(
             indices = all_indices[start : start + _BATCH]
             rows = [(jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices]
             job, step = jobs[indices[0]], _launch if in_kernel[indices[0]] else _plain
-            scalars, grads, leaves = map(list, zip(*rows, strict=True))
-            batch = _Batch(scalars, grads, leaves, finite, job.layer)
-            for index, leaf in zip(indices, step(batch, body=job.body), strict=True):
+            results = step(rows, finite, job.layer, body=job.body)
+            for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
     return new
 
@@ -132,10 +124,10 @@ def can_address(leaf: PyTree, size: int) -> bool:
     return in_reach and math.gcd(size, _BLOCK) >= _LEAST
 
 
-def _plain(batch: _Batch, *, body: Body) -> list[PyTree]:
-    step = functools.partial(_plain_leaf, body=body)
-    rows = zip(batch.scalars, batch.grads, batch.leaves, strict=True)
-    return [step(*row, batch.finite, batch.layer) for row in rows]
+def _plain(
+    rows: Sequence[Row], finite: Array | None, layer: Array | None, *, body: Body
+) -> list[PyTree]:
+    return [_plain_leaf(*row, finite, layer, body=body) for row in rows]
 
 
 # Under jit, so that leaves of equal types are traced and lowered once.
@@ -152,28 +144,26 @@ def _plain_leaf(
     step = functools.partial(run_plain, body, scalars, grad, finite=finite)
     if layer is None:
         return step(leaf)
-    return _with_layer(leaf, layer, step(layer_of(leaf, layer)))
+    rank, write = leaf.param.ndim, lax.dynamic_update_index_in_dim
+    new = step(layer_of(leaf, layer))
+    return jax.tree.map(lambda x, y: write(x, y, layer, x.ndim - rank), leaf, new)
 
 
 # The axis of the layers is the first, or follows the planes.
 def layer_of(leaf: PyTree, layer: Array) -> PyTree:
-    rank = leaf.param.ndim
-    read = lax.dynamic_index_in_dim
+    rank, read = leaf.param.ndim, lax.dynamic_index_in_dim
     return jax.tree.map(lambda x: read(x, layer, x.ndim - rank, keepdims=False), leaf)
 
 
-def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
-    rank = leaf.param.ndim
-    write = lax.dynamic_update_index_in_dim
-    return jax.tree.map(lambda x, y: write(x, y, layer, x.ndim - rank), leaf, new)
-
-
 @functools.partial(jax.jit, static_argnames="body")
-def _launch(batch: _Batch, *, body: Body) -> list[PyTree]:
+def _launch(
+    rows: Sequence[Row], finite: Array | None, layer: Array | None, *, body: Body
+) -> list[PyTree]:
     """Runs the kernel on CUDA devices and plain JAX elsewhere."""
     plain = functools.partial(_plain, body=body)
     kernel = plain_under_vmap(functools.partial(_kernel, body=body), plain)
-    return lax.platform_dependent(batch, default=plain, **{_PLATFORM: kernel})
+    given = rows, finite, layer
+    return lax.platform_dependent(*given, default=plain, **{_PLATFORM: kernel})
 
 
 def plain_under_vmap(
@@ -191,19 +181,20 @@ def plain_under_vmap(
     return mappable
 
 
-def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
+def _kernel(
+    rows: Sequence[Row], finite: Array | None, layer: Array | None, *, body: Body
+) -> list[PyTree]:
     """Steps the shards of each device in one kernel."""
     # Not before it is needed: importing Pallas takes as long as importing mpx.
     from mpx._kernels import _triton
 
     plain = functools.partial(_plain, body=body)
-    like = jax.eval_shape(plain, batch)
-    flag = jnp.ones((), bool) if batch.finite is None else batch.finite
-    numbers = jnp.stack(
-        [jnp.append(flag.astype(row.dtype), row) for row in batch.scalars]
-    )
+    like = jax.eval_shape(plain, rows, finite, layer)
+    scalars, grads, leaves = map(list, zip(*rows, strict=True))
+    flag = jnp.ones((), bool) if finite is None else finite
+    numbers = jnp.stack([jnp.append(flag.astype(row.dtype), row) for row in scalars])
     # The distance of each layer from the one that is stepped, if only one is.
-    param, layer = batch.leaves[0].param, batch.layer
+    param = leaves[0].param
     ahead = None if layer is None else lax.iota(jnp.int32, len(param)) - layer
 
     def local(
@@ -217,31 +208,32 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
             alike.setdefault(leaf.param.shape, []).append(index)
         new: list[PyTree] = [None] * len(leaves)
         for indices in alike.values():
-            rows = [numbers[i] for i in indices]
+            own = [numbers[i] for i in indices]
             some = [grads[i] for i in indices], [leaves[i] for i in indices]
             if can_address(some[1][0], jax.tree.leaves(some[0])[0].size):
                 results = _triton.launch(
                     body,
-                    jnp.stack(rows),
+                    jnp.stack(own),
                     *some,
                     block=_BLOCK,
                     ahead=ahead,
                     like=like[: len(indices)],
                 )
             else:
-                flag, layer = rows[0][0] != 0, None
+                flag, layer = own[0][0] != 0, None
                 if ahead is not None:  # a device may have other layers only
                     flag &= jnp.any(ahead == 0)
                     layer = jnp.clip(-ahead[0], 0, len(ahead) - 1)
-                results = plain(_Batch([row[1:] for row in rows], *some, flag, layer))
+                rows = zip([row[1:] for row in own], *some, strict=True)
+                results = plain(list(rows), flag, layer)
             for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
         return new
 
-    rule, planes = _rule(batch, body.group_size, by_layer=ahead is not None)
+    rule, planes = _rule(grads, leaves, body.group_size, by_layer=ahead is not None)
     return over_shards(
         local,
-        (numbers, ahead, list(batch.grads), list(batch.leaves)),
+        (numbers, ahead, grads, leaves),
         like=param,
         layout=functools.partial(_layout, body.group_size),
         rule=rule,
@@ -278,13 +270,19 @@ def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
     )
 
 
-def _rule(batch: _Batch, group_size: int, *, by_layer: bool) -> tuple[str, set[str]]:
+def _rule(
+    grads: Sequence[PyTree],
+    leaves: Sequence[PyTree],
+    group_size: int,
+    *,
+    by_layer: bool,
+) -> tuple[str, set[str]]:
     """Returns which axes belong together, as Shardy writes it, and the axes of planes.
 
     A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
     planes before. By layer, the gradient lacks the first axis, which `ahead` has.
     """
-    leaves, planes = batch.leaves, set[str]()
+    planes = set[str]()
 
     def axes_of(number: int, x: Array, first: int = 0) -> str:
         param = leaves[number].param
@@ -296,16 +294,12 @@ def _rule(batch: _Batch, group_size: int, *, by_layer: bool) -> tuple[str, set[s
             planes.add(axes[0])
         return " ".join(axes[first:])
 
-    ahead = ["leaf0axis0"] if by_layer else []
-    grads = [
-        axes_of(i, leaf.param, int(by_layer))
-        for i, leaf in enumerate(leaves)
-        for _ in jax.tree.leaves(batch.grads[i])
-    ]
-    results = [
-        axes_of(i, x) for i, leaf in enumerate(leaves) for x in jax.tree.leaves(leaf)
-    ]
-    operands = ["rows numbers", *ahead, *grads, *results]
+    operands, results = ["rows numbers", *["leaf0axis0"] * by_layer], list[str]()
+    for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)):
+        axes = axes_of(i, leaf.param, int(by_layer))
+        operands += [axes] * len(jax.tree.leaves(grad))
+        results += [axes_of(i, x) for x in jax.tree.leaves(leaf)]
+    operands += results
     return f"{', '.join(operands)} -> {', '.join(results)}", planes
 
 
