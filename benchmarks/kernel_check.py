@@ -28,7 +28,7 @@ import _measure as measure
 import mpx
 from mpx._kernels import _dispatch, _triton
 from mpx._optim._engine import Step
-from mpx._optim._options import flatten_params
+from mpx._optim._options import FlatParams
 from mpx._optim._packing import CORRECTION, PackedLeaf, Packing, moment_codec
 from mpx._optim._state import leaves_of
 from mpx._quant._codecs import Block, Dither, Quantized
@@ -153,11 +153,11 @@ def differences(optimizer, before, grads, grad_scale, plain, kernel):
     """Returns fields of a `Found` for each leaf of what two paths made of it, in f64."""
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
-    step = Step(core, flatten_params(before[0]), before[1], grad_scale)
+    step = Step(core, FlatParams.of(before[0]), before[1], grad_scale)
     scale, *rest = step.scalars(core.rule, core.hyper)
     coefficients = rest[len(Dither._fields) :]
     decode = functools.partial(decoded, core, before[1])
-    grads = flatten_params(grads).leaves
+    grads = FlatParams.of(grads).leaves
 
     def compare(grad, start, a, b):
         given = jax.tree.map(jnp.ravel, (grad.astype(jnp.float32), *decode(start)))
@@ -183,7 +183,7 @@ class Stored(NamedTuple):
 def stored_leaves(params, state):
     """Returns each parameter with its correction and moments."""
     stored = []
-    for param, packed in leaves_of(flatten_params(params), state):
+    for param, packed in leaves_of(FlatParams.of(params), state):
         numbers = packed.numbers()
         correction = numbers.pop(CORRECTION, None)
         stored.append(Stored(param, tuple(numbers.values()), correction))

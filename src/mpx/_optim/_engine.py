@@ -29,9 +29,6 @@ from mpx._optim._options import (
     as_scalar,
     cast_params,
     check_groups_match,
-    check_has_params,
-    decays,
-    flatten_params,
     group_of,
     is_trainable,
 )
@@ -101,7 +98,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
             True
         """
         low = cast_params(params, dtype, keep)
-        flat, state = flatten_params(low), core_of(self).init(low)
+        flat, state = FlatParams.of(low), core_of(self).init(low)
         # Those that had 16 bits before keep the masters that `init` gave them.
         weights = [
             None if dtype_of(old) == dtype_of(new) else old
@@ -132,7 +129,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
             ValueError: If gradients or state do not fit the parameters.
         """
-        core, flat = core_of(self), flatten_params(params)
+        core, flat = core_of(self), FlatParams.of(params)
         flag = None if finite is None else as_flag(finite, "finite")
         refuse_result(grads)
         step = Step(core, flat, state, grad_scale)
@@ -198,7 +195,7 @@ class Core:
         rules: Sequence[Rule | None] = [self.rule] * len(flat.leaves)
         if isinstance(self.rule, Muon):
             rules = muon_rules(self.rule, self.matrices, flat)
-        rows = zip(flat.names, flat.leaves, rules, decays(mask, flat), strict=True)
+        rows = zip(flat.names, flat.leaves, rules, flat.decays(mask), strict=True)
         return list(itertools.starmap(self._method, rows))
 
     def _method(
@@ -217,8 +214,8 @@ class Core:
 
     def init(self, params: PyTree) -> FlashState:
         register_with_flax()
-        flat = flatten_params(params)
-        check_has_params(flat)
+        flat = FlatParams.of(params)
+        flat.check()
         check_groups_match(self.groups, flat)
         leaves = [
             PackedLeaf(x, stored and first_state(name, x, rule.moments, stored))
@@ -244,7 +241,7 @@ class Core:
                 "A compressed optimizer needs the parameters: call "
                 "`update(grads, state, params)`."
             )
-        flat = flatten_params(params)
+        flat = FlatParams.of(params)
         is_rounded = any(dtype_of(x) in PARAM_DTYPES[1:] for x in flat.leaves)
         if is_rounded and (later := transforms_after()):
             raise ValueError(
@@ -257,7 +254,7 @@ class Core:
         new, state = self.optimizer.step(
             params, state, updates, finite=finite, grad_scale=grad_scale
         )
-        grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
+        grads, after = flat.like(updates, "The gradients"), FlatParams.of(new).leaves
         deltas = [
             None if grad is None else _difference(*pair)
             for grad, *pair in zip(grads, after, flat.leaves, strict=True)
@@ -271,7 +268,7 @@ class Step:
     def __init__(
         self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
     ) -> None:
-        check_has_params(flat)
+        flat.check()
         check_state(state, core.rule.kind, core.moments, core.compression)
         self._flat, self._state = flat, state
         self._scale = as_scalar("grad_scale", grad_scale)

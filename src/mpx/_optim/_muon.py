@@ -14,13 +14,7 @@ from jaxtyping import PyTree
 from mpx._jax._sharding import one_device_each, one_stack, sharded_as
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._kernels import _dispatch as _kernels
-from mpx._optim._options import (
-    F32,
-    PARAM_DTYPES,
-    FlatParams,
-    for_each,
-    made_from,
-)
+from mpx._optim._options import F32, PARAM_DTYPES, FlatParams
 from mpx._optim._packing import LeafStep, decode_moment
 from mpx._optim._update_rules import Muon
 
@@ -38,8 +32,7 @@ def muon_rules(rule: Muon, matrices: Matrices, flat: FlatParams) -> list[Muon | 
         ((0,), (1,)) if len(shape_of(x)) == 2 else None for x in flat.leaves
     ]
     if matrices is not None:
-        tree = made_from(matrices, flat, _is_axes)
-        found = for_each(tree, flat, "`matrices`", lambda x: x is None or _is_axes(x))
+        found = flat.each(matrices, "`matrices`", _is_axes)
 
     def own(name: str, leaf: PyTree, axes: Any) -> Muon | None:
         if axes is None or dtype_of(leaf) not in PARAM_DTYPES:

@@ -33,7 +33,6 @@ from mpx._jax._tree import (
     dtype_of,
     flatten_with_names,
     is_none,
-    named_leaves,
     path_name,
     shape_of,
 )
@@ -42,7 +41,10 @@ StateFormat = Literal["mpx", "flashoptim"]
 Hyper = float | Array | Callable[[Array], ArrayLike]
 """A number, an array, or a schedule: a function of the step count."""
 Mask = PyTree | Callable[[PyTree], PyTree] | None
-"""Which parameters decay: a tree of booleans, or a function of the parameters."""
+"""Which parameters decay: a tree of booleans, or a function of the parameters.
+
+A boolean may stand for a part of the tree, and `None` for one that does not decay.
+"""
 TreeDef = Any  # `jax.tree_util.PyTreeDef`, which type checkers take for a variable
 F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -59,6 +61,29 @@ class FlatParams(NamedTuple):
     leaves: list[PyTree]
     treedef: TreeDef
     bare: TreeDef
+
+    @classmethod
+    def of(cls, params: PyTree) -> "FlatParams":
+        """Flattens parameters."""
+        treedef = jax.tree.structure(params, is_leaf=is_none)
+        named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
+        # The types of variables of NNX tell parameters from running statistics.
+        typed = flatten_with_names(params, is_leaf=is_none)[0]
+        pairs = zip(named, typed, strict=True)
+        names = [LeafName(name, full.types) for (name, _), (full, _) in pairs]
+        return cls(names, [leaf for _, leaf in named], treedef, bare)
+
+    def check(self) -> None:
+        """Raises if there are leaves, but none that could train."""
+        leaves = [x for x in self.leaves if x is not None]
+        if leaves and not any(map(_is_inexact, leaves)):
+            pairs = zip(self.names, self.leaves, strict=True)
+            came = [f"{name}: {dtype_of(x) or type(x).__name__}" for name, x in pairs]
+            raise ValueError(
+                "A compressed optimizer expected parameters, which are floating arrays, "
+                f"but the tree has none: it holds {came[:8]}{' …' if came[8:] else ''}. "
+                "Was the wrong part of the model passed?"
+            )
 
     def like(self, tree: PyTree, what: str) -> list[PyTree]:
         """Returns what another tree holds in the place of each parameter."""
@@ -82,16 +107,45 @@ class FlatParams(NamedTuple):
                 f"{what} must have the structure of the parameters, but {difference}."
             ) from error
 
+    def each(
+        self, tree: PyTree, what: str, is_value: Callable[[object], bool]
+    ) -> list[PyTree]:
+        """Returns the value or `None` of each parameter, in a tree that may end early.
 
-def flatten_params(params: PyTree) -> FlatParams:
-    treedef = jax.tree.structure(params, is_leaf=is_none)
-    named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
-    leaves = [leaf for _, leaf in named]
-    # The types of variables of NNX tell parameters from running statistics.
-    typed = flatten_with_names(params, is_leaf=is_none)[0]
-    pairs = zip(named, typed, strict=True)
-    names = [LeafName(name, full.types) for (name, _), (full, _) in pairs]
-    return FlatParams(names, leaves, treedef, bare)
+        Instead of a tree it may be a function that makes one from the parameters.
+        """
+        params = self.treedef.unflatten(self.leaves)
+        values = jax.tree.leaves(tree, is_leaf=is_value)
+        # A module that holds such values may be callable.
+        if callable(tree) and not (values and all(map(is_value, values))):
+            tree = tree(params)
+        is_leaf = lambda x: x is None or is_value(x)  # noqa: E731
+        try:
+            full = jax.tree.broadcast(tree, params, is_leaf=is_leaf)
+            return self.treedef.flatten_up_to(full)
+        except ValueError as error:
+            raise ValueError(
+                f"{what} must have the structure of the parameters or be the beginning of "
+                "it, but some of its nodes are of another type or size."
+            ) from error
+
+    def decays(self, mask: Mask) -> list[bool]:
+        """Returns for each parameter whether it decays: all do if `mask` is `None`."""
+        if mask is None:
+            return [True] * len(self.leaves)
+        flags = self.each(mask, "`mask`", _is_flag)
+        wrong = [
+            f"`{name}`: {dtype_of(x) or type(x).__name__}"
+            for name, x in zip(self.names, flags, strict=True)
+            if not (x is None or _is_flag(x))
+        ]
+        if wrong or (callable(mask) and flags and set(flags) == {None}):
+            raise TypeError(
+                "`mask` must be a tree of True and False, or a function of the parameters "
+                f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use "
+                "shapes, dtypes or paths, which are known when the step is traced."
+            )
+        return list(map(bool, flags))
 
 
 def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
@@ -125,78 +179,9 @@ def is_trainable(name: LeafName, param: PyTree) -> bool:
     return False
 
 
-def check_has_params(flat: FlatParams) -> None:
-    """Raises if a tree has leaves, but none that could train."""
-    leaves = [x for x in flat.leaves if x is not None]
-    if leaves and not any(map(_is_inexact, leaves)):
-        pairs = zip(flat.names, flat.leaves, strict=True)
-        came = [f"{name}: {dtype_of(x) or type(x).__name__}" for name, x in pairs]
-        raise ValueError(
-            "A compressed optimizer expected parameters, which are floating arrays, but "
-            f"the tree has none: it holds {came[:8]}{' …' if len(came) > 8 else ''}. Was "
-            "the wrong part of the model passed?"
-        )
-
-
 def _is_inexact(leaf: object) -> bool:
     dtype = dtype_of(leaf)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def decays(mask: Mask, flat: FlatParams) -> list[bool]:
-    """Returns for each parameter whether it decays; all do if `mask` is `None`.
-
-    A boolean may stand for a part of the tree, and `None` for one that does not decay.
-    """
-    if mask is None:
-        return [True] * len(flat.leaves)
-    mask = made_from(mask, flat, _is_flag)
-    wrong = [
-        f"`{name}`: {dtype_of(leaf) or type(leaf).__name__}"
-        for name, leaf in named_leaves(mask)
-        if not _is_flag(leaf)
-    ]
-    if wrong or mask is None:
-        raise TypeError(
-            "`mask` must be a tree of True and False, or a function of the parameters "
-            f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use shapes, "
-            "dtypes or paths, which are known when the step is traced."
-        )
-    return [bool(flag) for flag in for_each(mask, flat, "`mask`")]
-
-
-def made_from(
-    tree: PyTree, flat: FlatParams, is_leaf: Callable[[object], bool]
-) -> PyTree:
-    """Returns a tree, or what a function makes of the parameters."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_leaf)
-    # A module that holds such leaves may be callable.
-    if callable(tree) and not (leaves and all(map(is_leaf, leaves))):
-        return tree(flat.treedef.unflatten(flat.leaves))
-    return tree
-
-
-def for_each(
-    tree: PyTree,
-    flat: FlatParams,
-    what: str,
-    is_leaf: Callable[[object], bool] = is_none,
-) -> list[PyTree]:
-    """Returns the leaf of each parameter in a tree like theirs, or the beginning of one."""
-    full: list[PyTree] = []
-
-    def fill(leaf: PyTree, part: PyTree) -> None:
-        full.extend([leaf] * len(jax.tree.leaves(part, is_leaf=is_none)))
-
-    try:
-        params = flat.treedef.unflatten(flat.leaves)
-        jax.tree.map(fill, tree, params, is_leaf=is_leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"{what} must have the structure of the parameters or be the beginning of it, "
-            "but some of its nodes are of another type or size."
-        ) from error
-    return full
 
 
 def _is_flag(leaf: object) -> bool:

@@ -33,7 +33,7 @@ from mpx._jax._tree import as_flag
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._engine import FlashOptimizer, Step, core_of
 from mpx._optim._muon import run
-from mpx._optim._options import flatten_params
+from mpx._optim._options import FlatParams
 from mpx._optim._packing import PackedLeaf
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
@@ -135,7 +135,7 @@ def release(
         **kwargs: object,
     ) -> Released:
         flag = None if finite is None else as_flag(finite, "finite")
-        flat = flatten_params(params)
+        flat = FlatParams.of(params)
         plan = Step(core, flat, state, grad_scale)
         found = ((index, plan.job(index)) for index in range(len(flat.leaves)))
         jobs = {index: job for index, job in found if job is not None}

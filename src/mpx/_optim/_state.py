@@ -21,7 +21,6 @@ from mpx._optim._options import (
     Compression,
     FlatParams,
     StateFormat,
-    flatten_params,
 )
 from mpx._optim._packing import (
     CORRECTION,
@@ -319,7 +318,7 @@ def _found(
             "Expected the state of one compressed optimizer, by itself or in an optax "
             f"state, but {type(state).__name__} holds {len(found)} of them."
         )
-    flat = flatten_params(params)
+    flat = FlatParams.of(params)
     leaves = leaves_of(flat, found[0])
     for name, leaf in zip(flat.names, leaves, strict=True):
         if has_correction(leaf.packed):
