@@ -475,8 +475,8 @@ BREAKS = [
     Break(
         "master_params returns the rounded ones",
         "_optim",
-        "codec.decode(jnp.asarray(param), correction, Block())",
-        "jnp.asarray(param).astype(jnp.float32)",
+        "codec.decode(jnp.asarray(self.param), correction, Block())",
+        "jnp.asarray(self.param).astype(jnp.float32)",
         "flash",
         "master_weights_go_in",
     ),

@@ -28,7 +28,6 @@ from mpx._optim._options import (
     ParamGroup,
     as_scalar,
     cast_params,
-    check_groups_match,
     group_of,
     is_trainable,
 )
@@ -37,7 +36,6 @@ from mpx._optim._state import (
     FlashState,
     Stepped,
     check_packed,
-    check_state,
     leaves_of,
     make_state,
     put_masters,
@@ -212,11 +210,33 @@ class Core:
         compression = (group.compression or self.compression) if trains else None
         return Method(rule or core.rule, hyper, compression)
 
+    def check(self, state: object) -> None:
+        """Raises if a state is none, or that of another optimizer."""
+        if not isinstance(state, FlashState):
+            raise TypeError(
+                "A compressed optimizer expected the FlashState from `init(params)` or "
+                f"from its last step; got {type(state).__name__}. In a larger optax state "
+                "it is one of the members."
+            )
+        made = state.kind, state.format, state.moments
+        needed = self.rule.kind, self.compression.format, self.moments
+        if made != needed:
+            came, own = (
+                f"of the kind {kind!r}, in the format {format!r}, with "
+                f"{' and '.join(moments) or 'no moments'}"
+                for kind, format, moments in (made, needed)
+            )
+            raise ValueError(
+                f"The state is that of another optimizer: {came}, but this one is {own}. "
+                "Make the state with its own `init(params)`; the format is an option of "
+                "`Compression`."
+            )
+
     def init(self, params: PyTree) -> FlashState:
         register_with_flax()
         flat = FlatParams.of(params)
         flat.check()
-        check_groups_match(self.groups, flat)
+        flat.check_groups(self.groups)
         leaves = [
             PackedLeaf(x, stored and first_state(name, x, rule.moments, stored))
             for name, x, (rule, _, stored) in zip(
@@ -269,7 +289,7 @@ class Step:
         self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
     ) -> None:
         flat.check()
-        check_state(state, core.rule.kind, core.moments, core.compression)
+        core.check(state)
         self._flat, self._state = flat, state
         self._scale = as_scalar("grad_scale", grad_scale)
         self._leaves = leaves_of(flat, state)

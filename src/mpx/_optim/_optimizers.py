@@ -11,13 +11,7 @@ from mpx._jax._arguments import as_count, check_choice, check_value
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._engine import Core, FlashOptimizer, core_of
 from mpx._optim._muon import Matrices
-from mpx._optim._options import (
-    Compression,
-    Hyper,
-    Mask,
-    ParamGroup,
-    check_hyper,
-)
+from mpx._optim._options import Compression, Hyper, Mask, ParamGroup, check_hyper
 from mpx._optim._update_rules import Adam, Lion, Muon, Rule, Sgd
 
 _DEFAULT = Compression()

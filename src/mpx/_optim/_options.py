@@ -85,6 +85,22 @@ class FlatParams(NamedTuple):
                 "Was the wrong part of the model passed?"
             )
 
+    def check_groups(self, groups: Sequence["ParamGroup"]) -> None:
+        """Raises if a group, or one of its selectors, holds for no parameter."""
+        pairs = list(zip(self.names, self.leaves, strict=True))
+        in_force = [id(group_of(groups, *pair)) for pair in pairs]
+        for group in groups:
+            for selector in parse_selectors(group.where, "where"):
+                if not any(_selects(selector, *pair) for pair in pairs):
+                    raise selects_nothing(selector, "where", self.names)
+            if id(group) not in in_force:
+                name = next(name for name, leaf in pairs if group.matches(name, leaf))
+                raise ValueError(
+                    f"The group {group.where!r} holds for no parameter: `{name}` and all "
+                    "others belong to earlier groups, and the first group that matches "
+                    "holds. Put it before."
+                )
+
     def like(self, tree: PyTree, what: str) -> list[PyTree]:
         """Returns what another tree holds in the place of each parameter."""
         if tree is None:
@@ -315,23 +331,6 @@ _REST = ParamGroup(())
 def group_of(groups: Sequence[ParamGroup], name: str, leaf: object) -> ParamGroup:
     """Returns the first group that matches; that of all others sets nothing."""
     return next((group for group in groups if group.matches(name, leaf)), _REST)
-
-
-def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
-    """Raises if a group, or one of its selectors, holds for no parameter."""
-    pairs = list(zip(flat.names, flat.leaves, strict=True))
-    in_force = [id(group_of(groups, *pair)) for pair in pairs]
-    for group in groups:
-        for selector in parse_selectors(group.where, "where"):
-            if not any(_selects(selector, *pair) for pair in pairs):
-                raise selects_nothing(selector, "where", flat.names)
-        if id(group) not in in_force:
-            name = next(name for name, leaf in pairs if group.matches(name, leaf))
-            raise ValueError(
-                f"The group {group.where!r} holds for no parameter: `{name}` and all others "
-                "belong to earlier groups, and the first group that matches holds. Put it "
-                "before."
-            )
 
 
 # --- hyperparameters ------------------------------------------------------------------

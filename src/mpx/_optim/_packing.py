@@ -166,13 +166,34 @@ class PackedLeaf(NamedTuple):
     param: PyTree
     packed: PyTree
 
+    @property
+    def has_correction(self) -> bool:
+        packed = self.packed
+        return is_packed(packed) and packed.packing.correction is not None
+
+    def master(self) -> PyTree:
+        """Returns the f32 weight behind a parameter with a correction, else the parameter."""
+        if not self.has_correction:
+            return self.param
+        correction, codec = (
+            self.packed.numbers()[CORRECTION],
+            self.packed.packing.master,
+        )
+        return codec.decode(jnp.asarray(self.param), correction, Block())
+
+    def with_master(self, weight: PyTree) -> "PackedLeaf":
+        """Returns a leaf with another weight; the parameter keeps its dtype."""
+        if isinstance(weight, jax.ShapeDtypeStruct):
+            return self
+        if self.has_correction:
+            return _put(weight, self.packed)
+        is_param = dtype_of(self.param) in PARAM_DTYPES
+        weight = weight.astype(self.param.dtype) if is_param else weight
+        return self._replace(param=weight)
+
 
 def is_packed(node: object) -> bool:
     return isinstance(node, Packed)
-
-
-def has_correction(packed: PyTree) -> bool:
-    return is_packed(packed) and packed.packing.correction is not None
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
@@ -302,17 +323,6 @@ def _with_correction(packed: Packed, correction: PyTree) -> Packed:
     if correction is not None:
         old[CORRECTION] = sharded_as(correction, old[CORRECTION])
     return packed.packing.pack(old)
-
-
-def put_master(weight: PyTree, leaf: PackedLeaf) -> PackedLeaf:
-    """Returns a leaf with another weight; the parameter keeps its dtype."""
-    param, packed = leaf
-    if isinstance(weight, jax.ShapeDtypeStruct):
-        return leaf
-    if has_correction(packed):
-        return _put(weight, packed)
-    is_param = dtype_of(param) in PARAM_DTYPES
-    return leaf._replace(param=weight.astype(param.dtype) if is_param else weight)
 
 
 @jax.jit

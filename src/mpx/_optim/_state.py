@@ -15,23 +15,8 @@ from jaxtyping import Int, PyTree
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import LeafName, check_shape, dtype_of, shape_of
 from mpx._jax._warn import warn
-from mpx._optim._options import (
-    F32,
-    PARAM_DTYPES,
-    Compression,
-    FlatParams,
-    StateFormat,
-)
-from mpx._optim._packing import (
-    CORRECTION,
-    Packed,
-    PackedLeaf,
-    Packing,
-    has_correction,
-    is_packed,
-    put_master,
-)
-from mpx._quant._codecs import Block
+from mpx._optim._options import F32, PARAM_DTYPES, FlatParams, StateFormat
+from mpx._optim._packing import CORRECTION, Packed, PackedLeaf, Packing, is_packed
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
@@ -138,7 +123,7 @@ def make_state(
     params = [x.param for x in leaves]
     layout: PyTree = zero_beside(params, jnp.int8)
     if params:  # the placeholder of `optax.tree_map_params` has none
-        held = [x.packed.packing for x in leaves if has_correction(x.packed)]
+        held = [x.packed.packing for x in leaves if x.has_correction]
         text = " ".join(f"{x.param}:{x.correction}" for x in held)
         small = sum(x.correction.itemsize == 1 for x in held)
         # In letters that are safe in file names.
@@ -161,27 +146,6 @@ def with_leaves(
     params, packed = zip(*leaves, strict=True) if flat.leaves else ((), ())
     state = dataclasses.replace(state, packed=flat.bare.unflatten(packed))
     return Stepped(flat.treedef.unflatten(params), state)
-
-
-def check_state(
-    state: object, kind: str, moments: tuple[str, ...], compression: Compression
-) -> None:
-    """Raises if a state is none, or that of another optimizer."""
-    if not isinstance(state, FlashState):
-        raise TypeError(
-            "A compressed optimizer expected the FlashState from `init(params)` or from "
-            f"its last step; got {type(state).__name__}. In a larger optax state it is "
-            "one of the members."
-        )
-    made = state.kind, state.format, " and ".join(state.moments) or "no moments"
-    needed = kind, compression.format, " and ".join(moments) or "no moments"
-    if made != needed:
-        text = "of the kind {!r}, in the format {!r}, with {}"
-        raise ValueError(
-            f"The state is that of another optimizer: {text.format(*made)}, but this one "
-            f"is {text.format(*needed)}. Make the state with its own `init(params)`; the "
-            "format is an option of `Compression`."
-        )
 
 
 def check_packed(name: LeafName, leaf: PackedLeaf, **expected: PyTree) -> Packing:
@@ -234,15 +198,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         dtype('float32')
     """
     flat, _, leaves = _found(params, state)
-
-    def decode(leaf: PackedLeaf) -> PyTree:
-        param, packed = leaf
-        if not has_correction(packed):
-            return param
-        correction, codec = packed.numbers()[CORRECTION], packed.packing.master
-        return codec.decode(jnp.asarray(param), correction, Block())
-
-    return flat.treedef.unflatten(map(decode, leaves))
+    return flat.treedef.unflatten(leaf.master() for leaf in leaves)
 
 
 def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -276,7 +232,7 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
     flat, found, leaves = _found(params, state)
     given = flat.like(master, "`master`")
     for name, weight, leaf in zip(flat.names, given, leaves, strict=True):
-        if has_correction(leaf.packed) and dtype_of(weight) in PARAM_DTYPES[1:]:
+        if leaf.has_correction and dtype_of(weight) in PARAM_DTYPES[1:]:
             warn(
                 f"The weight of `{name}` was given in {dtype_of(weight)}, so its master "
                 "starts in the middle of a rounding interval, where small steps change no "
@@ -301,7 +257,7 @@ def put_masters(
 ) -> Stepped:
     """Puts weights, or `None` to change nothing, into parameters of any dtype and state."""
     new = (
-        leaf if weight is None else put_master(weight, leaf)
+        leaf if weight is None else leaf.with_master(weight)
         for weight, leaf in zip(weights, leaves_of(flat, state), strict=True)
     )
     return with_leaves(flat, state, new)
@@ -321,7 +277,7 @@ def _found(
     flat = FlatParams.of(params)
     leaves = leaves_of(flat, found[0])
     for name, leaf in zip(flat.names, leaves, strict=True):
-        if has_correction(leaf.packed):
+        if leaf.has_correction:
             check_packed(name, leaf)
     return flat, found[0], leaves
 

@@ -18,13 +18,7 @@ from mpx._jax._tree import (
 )
 from mpx._optim._optax import MasterWeightsState
 from mpx._optim._packing import Packed, decode_moment, encode_moment, is_packed
-from mpx._optim._state import (
-    FlashState,
-    Stepped,
-    from_master,
-    master_params,
-    replaced,
-)
+from mpx._optim._state import FlashState, Stepped, from_master, master_params, replaced
 from mpx._quant._codecs import Quantized
 
 
@@ -119,9 +113,8 @@ def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> S
     rounded = _cast_like(old_params, params)
     if kept is None:
         return Stepped(rounded, _cast_like(old, state))
-    inner = _cast_like(kept.inner_state, state)
-    master = _cast_like(kept.master, params)
-    return Stepped(rounded, replaced(old, kept, MasterWeightsState(inner, master)))
+    new = _cast_like(kept, MasterWeightsState(state, params))
+    return Stepped(rounded, replaced(old, kept, new))
 
 
 # --- Parts of states ------------------------------------------------------------------
