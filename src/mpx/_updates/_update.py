@@ -4,6 +4,7 @@ A step is skipped by a select between old and new values, which costs nothing th
 measured; a branch makes every other step slower.
 """
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -129,11 +130,8 @@ def optimizer_update(
             "A Flax `TrainState` holds its optimizer and state. Pass `None` for both: "
             "`optimizer_update(train_state, None, None, grads, grads_finite)`."
         )
-    check_transformation(
-        optimizer,
-        "`optimizer` must be an optax transformation or an `nnx.Optimizer`",
-        " (For a Flax `TrainState` pass it as `model`, with `None` for `optimizer`.)",
-    )
+    expected = "`optimizer` must be an optax transformation or an `nnx.Optimizer`"
+    check_transformation(optimizer, expected)
     own_step = getattr(optimizer, "step", None)
     if own_step is None and _nnx.is_nnx(model) and type(grads) is not type(model):
         raise TypeError(
@@ -141,7 +139,10 @@ def optimizer_update(
             "`nnx.Optimizer(model, optimizer, wrt=nnx.Param)`, made once, and `None` for "
             "`optimizer_state`."
         )
-    params = _params_with_grads(model, grads)
+    params = eqx.filter(model, lambda leaf: is_array(leaf) and is_inexact(leaf))
+    with contextlib.suppress(ValueError):  # the trees differ in more than frozen leaves
+        trained = lambda x, grad: None if grad is None else x  # noqa: E731
+        params = jax.tree.map(trained, params, grads, is_leaf=is_none)
     names = "model", "gradients"
     check_same_structure(params, grads, "`optimizer_update`", names)
     map_with_name(check_grad, params, grads)
@@ -154,22 +155,35 @@ def optimizer_update(
     warn_of_lost_updates(model, grads, optimizer_state)
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        args = _with_integers(optimizer, model, params, grads, state)
-        updates, state = _run(optimizer, state, *args, **extra_args)
+        args = model, params, grads, state
+        updates, state = _run(optimizer, *args, **extra_args)
         return apply_updates(model, updates), state
 
     return _skip(flag, step, (model, optimizer_state), axis_name)
 
 
 def _run(
-    optimizer: PyTree, state: PyTree, params: PyTree, grads: PyTree, **extra: PyTree
+    optimizer: PyTree,
+    model: PyTree,
+    params: PyTree,
+    grads: PyTree,
+    state: PyTree,
+    **extra: PyTree,
 ) -> tuple[PyTree, PyTree]:
+    integers, given = eqx.filter(model, _is_integer), jax.tree.structure(state)
+    if jax.tree.leaves(integers) and _expected(optimizer, params) != given:
+        # `optimizer.init(eqx.filter(model, eqx.is_array))` makes moments for integers, too.
+        # They get zeros for gradients, and their updates are not applied.
+        everything = eqx.combine(params, integers)
+        if _expected(optimizer, everything) == given:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), integers)
+            params, grads = everything, eqx.combine(grads, zeros)
     if not isinstance(optimizer, optax.MultiSteps):  # it passes them on, as it is
         optimizer = optax.with_extra_args_support(optimizer)
     try:
         return optimizer.update(grads, state, params, **extra)
     except Exception as error:
-        expected, given = _expected(optimizer, params), jax.tree.structure(state)
+        expected = _expected(optimizer, params)
         if expected == given:
             raise
         texts = (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
@@ -182,24 +196,6 @@ def _run(
         ) from error
 
 
-def _with_integers(
-    optimizer: PyTree, model: PyTree, params: PyTree, grads: PyTree, state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Returns parameters and gradients, with integers if the state was made for them.
-
-    `optimizer.init(eqx.filter(model, eqx.is_array))` makes moments for integers, too.
-    They get zeros for gradients, and their updates are not applied.
-    """
-    integers, given = eqx.filter(model, _is_integer), jax.tree.structure(state)
-    if not jax.tree.leaves(integers) or _expected(optimizer, params) == given:
-        return params, grads
-    everything = eqx.combine(params, integers)
-    if _expected(optimizer, everything) != given:
-        return params, grads
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), integers)
-    return everything, eqx.combine(grads, zeros)
-
-
 def _is_integer(leaf: PyTree) -> bool:
     # A typed PRNG key has no NumPy dtype, and no optimizer takes it.
     return is_array(leaf) and isinstance(leaf.dtype, np.dtype) and not is_inexact(leaf)
@@ -207,17 +203,6 @@ def _is_integer(leaf: PyTree) -> bool:
 
 def _expected(optimizer: PyTree, params: PyTree) -> PyTree:
     return jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params))
-
-
-def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
-    """Returns the floating parameters, without the frozen ones that have no gradient."""
-    params = eqx.filter(model, lambda leaf: is_array(leaf) and is_inexact(leaf))
-    try:
-        return jax.tree.map(
-            lambda p, g: None if g is None else p, params, grads, is_leaf=is_none
-        )
-    except ValueError:  # the trees differ in more than that
-        return params
 
 
 def check_grad(name: str, param: PyTree, grad: PyTree) -> None:
@@ -383,12 +368,12 @@ def cond_update(
 # --- checks of optax optimizers ---------------------------------------------------------
 
 
-def check_transformation(optimizer: object, expected: str, hint: str = "") -> None:
+def check_transformation(optimizer: object, expected: str) -> None:
     """Raises if `optimizer` is no optax transformation: a dict has an `update`, too."""
     is_one = callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")
     if not is_one:
         given = optimizer if isinstance(optimizer, type) else type(optimizer)
-        raise TypeError(f"{expected}, but {given.__name__} was given.{hint}")
+        raise TypeError(f"{expected}, but {given.__name__} was given.")
 
 
 def check_extra_args(
