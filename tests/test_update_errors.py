@@ -391,7 +391,7 @@ def test_functions_that_assign_to_what_they_get_can_be_skipped():
     counting = optax.GradientTransformation(lambda _: {"n": jnp.zeros(())}, count)
     _, state = mpx.optimizer_update(params, counting, counting.init(0), bad, False)
     assert state == {"n": 0.0}
-    skipping = mpx.optim.skip_nonfinite(counting)
+    skipping: Any = mpx.optim.skip_nonfinite(counting)
     _, state = skipping.update(bad, skipping.init(params), params)
     assert state.inner_state == {"n": 0.0}
 
