@@ -131,7 +131,12 @@ class MasterWeightsState(NamedTuple):
 
 
 class MasterWeights(optax.GradientTransformationExtraArgs):
-    """An optimizer with master weights: an optax transformation that starts from f32."""
+    """An optimizer with master weights: an optax transformation that starts from f32.
+
+    Attributes:
+        init: Makes the state of 16-bit parameters: `init(params)`.
+        update: The optax interface: `update(grads, state, params)`.
+    """
 
     def init_from(
         self, params: PyTree, dtype: DTypeLike = jnp.bfloat16, *, keep: Selectors = ()

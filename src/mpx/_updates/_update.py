@@ -7,7 +7,7 @@ measured; a branch makes every other step slower.
 import contextlib
 import difflib
 import functools
-import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
 
@@ -444,17 +444,15 @@ def transforms_after() -> list[str]:
     are done. If optax writes its loops differently, nothing is found or refused.
     """
     names: list[str] = []
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(None):
         of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
-        loop: Mapping[str, PyTree] = frame.f_locals
-        done = loop.get("new_state") if of_optax else None
+        loop: Mapping[str, PyTree] = frame.f_locals if of_optax else {}
+        done = loop.get("new_state")
         if frame.f_code.co_name == "update_fn" and isinstance(done, list | dict):
             updates = loop.get("update_fns", ())
             if "transforms" in loop:
                 updates = [transform.update for _, transform in loop["transforms"]]
             names += [_name(update) for update in updates[len(done) + 1 :]]
-        frame = frame.f_back
     return [name for name in names if name not in _HARMLESS]
 
 
