@@ -648,8 +648,8 @@ BREAKS = [
     Break(
         "groups of FlashOptim are cut along the last axis",
         "compat",
-        "jnp.pad(flat, (0, -flat.size % group_size))",
-        "jnp.pad(flat, (-flat.size % group_size, 0))",
+        "jnp.pad(x.reshape(-1), (0, -x.size % group_size))",
+        "jnp.pad(x.reshape(-1), (-x.size % group_size, 0))",
         "compat_flashoptim",
         "original",
     ),

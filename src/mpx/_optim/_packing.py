@@ -280,7 +280,7 @@ def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
     """Returns a moment of a state, quantised or not, in f32."""
     if not isinstance(moment, Quantized):
         return moment
-    block = FlatBlock(moment.codes.shape[-1] // moment.scale.shape[-1])
+    block = FlatBlock(moment.codes.shape[-1] // max(moment.scale.shape[-1], 1))
     return moment_codec(name, format).decode(moment, block)
 
 

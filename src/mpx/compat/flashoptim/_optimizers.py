@@ -357,16 +357,12 @@ def to_mpx(params: PyTree, state: PyTree, *, group_size: int = 32) -> Stepped:
     eccs = treedef.flatten_up_to(state.ecc)
     packed = []
     for param, ecc, *stored in zip(leaves, eccs, *moments.values(), strict=True):
-        numbers, has_ecc = dict(zip(moments, stored, strict=True)), is_state(ecc)
-        if has_ecc:
+        numbers, dtypes = dict(zip(moments, stored, strict=True)), [None, None]
+        if is_state(ecc):
             numbers[CORRECTION] = jnp.asarray(ecc)
-        packing = Packing(
-            tuple(moments),
-            "flashoptim",
-            group_size * any(isinstance(x, Quantized) for x in stored),
-            np.dtype(ecc.dtype) if has_ecc else None,
-            np.dtype(param.dtype) if has_ecc else None,
-        )
+            dtypes = [np.dtype(x.dtype) for x in (ecc, param)]
+        size = group_size * any(isinstance(x, Quantized) for x in stored)
+        packing = Packing(tuple(moments), "flashoptim", size, *dtypes)
         leaf = packing.pack(numbers) if is_floating(param) else None
         packed.append(PackedLeaf(param, leaf))
     new = make_state(kind, "flashoptim", tuple(moments), packed, treedef)
