@@ -7,6 +7,7 @@ measured; a branch makes every other step slower.
 import contextlib
 import difflib
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
@@ -444,7 +445,8 @@ def transforms_after() -> list[str]:
     are done. If optax writes its loops differently, nothing is found or refused.
     """
     names: list[str] = []
-    for frame, _ in traceback.walk_stack(None):
+    # Of `None` it would skip frames: as many as `traceback` itself has.
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
         loop: Mapping[str, PyTree] = frame.f_locals if of_optax else {}
         done = loop.get("new_state")
