@@ -1,7 +1,6 @@
 """The compressed optimizers: interface and engine."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jaxtyping import PyTree
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import refuse_result
 from mpx._jax._compat import undifferentiable
-from mpx._jax._tree import LeafName, as_flag, dtype_of
+from mpx._jax._tree import as_flag, dtype_of
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._muon import Matrices, muon_rules, run
 from mpx._optim._options import (
@@ -46,7 +45,7 @@ from mpx._optim._update_rules import Muon, Rule
 from mpx._quant._codecs import dither_of
 from mpx._updates._update import check_grad, transforms_after
 
-_DEFAULT = Compression()
+_NO_DECAY = {"weight_decay": 0.0}
 
 
 class FlashOptimizer(optax.GradientTransformationExtraArgs):
@@ -193,22 +192,17 @@ class Core:
         rules: Sequence[Rule | None] = [self.rule] * len(flat.leaves)
         if isinstance(self.rule, Muon):
             rules = muon_rules(self.rule, self.matrices, flat)
-        rows = zip(flat.names, flat.leaves, rules, flat.decays(mask), strict=True)
-        return list(itertools.starmap(self._method, rows))
-
-    def _method(
-        self, name: LeafName, param: PyTree, rule: Rule | None, decays: bool
-    ) -> Method:
-        group = group_of(self.groups, name, param)
-        core = self if rule is not None or self.others is None else self.others
-        if group.optimizer is not None:
-            core, rule = core_of(group.optimizer), None
-        hyper = {**core.hyper, **group.hyper}
-        if not decays:
-            hyper["weight_decay"] = 0.0
-        trains = not group.frozen and is_trainable(name, param)
-        compression = (group.compression or self.compression) if trains else None
-        return Method(rule or core.rule, hyper, compression)
+        found, decays = list[Method](), flat.decays(mask)
+        for name, x, rule, decay in zip(*flat[:2], rules, decays, strict=True):
+            group = group_of(self.groups, name, x)
+            core: Any = self if rule is not None else self.others
+            if group.optimizer is not None:
+                core, rule = core_of(group.optimizer), None
+            hyper = {**core.hyper, **group.hyper, **({} if decay else _NO_DECAY)}
+            trains = not group.frozen and is_trainable(name, x)
+            compression = (group.compression or self.compression) if trains else None
+            found.append(Method(rule or core.rule, hyper, compression))
+        return found
 
     def check(self, state: object) -> None:
         """Raises if a state is none, or that of another optimizer."""
@@ -298,15 +292,13 @@ class Step:
 
     def scalars(self, rule: Rule, hyper: Mapping[str, Hyper]) -> Array:
         """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
-        given, count = {name: hyper[name] for name in rule.hyper}, self._state.count
-        key = (rule, *map(id, given.values()))
+        count, key = self._state.count, (rule, *map(id, hyper.values()))
         if key not in self._known:
-            now = {k: x(count) if callable(x) else x for k, x in given.items()}
+            given = {k: x(count) if callable(x) else x for k, x in hyper.items()}
+            now = {k: as_scalar(k, x) for k, x in given.items()}
             # As in the state: the largest int32 plus one would be negative.
             step = jnp.asarray(optax.safe_increment(count))
-            numbers = rule.coefficients(
-                {k: as_scalar(k, x) for k, x in now.items()}, step.astype(jnp.float32)
-            )
+            numbers = rule.coefficients(now, step.astype(jnp.float32))
             self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
         return self._known[key]
 

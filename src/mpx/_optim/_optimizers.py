@@ -46,9 +46,10 @@ def _build(
 
 def _check_group(group: ParamGroup, core: Core) -> None:
     """Raises if an optimizer does not have the options of a group."""
+    where = f"of the group {group.where!r}"
     if group.optimizer is not None:
-        _check_optimizer(group)
-    names = {x for one in (core, core.others) if one for x in one.rule.hyper}
+        _check_optimizer(group, where)
+    names = {name for one in (core, core.others) if one for name in one.hyper}
     if not core.rule.moments:  # `momentum=0.0` on the optimizer keeps one
         names -= {"momentum", "dampening"}
     if unknown := sorted(set(group.hyper) - names):
@@ -58,7 +59,7 @@ def _check_group(group: ParamGroup, core: Core) -> None:
         )
     check_hyper(group.hyper)
     own = core.compression if group.compression is None else group.compression
-    _check_compression(f"`compression` of the group {group.where!r}", own)
+    _check_compression(f"`compression` {where}", own)
     if own.format != core.compression.format:
         raise ValueError(
             f"The group {group.where!r} has the format {own.format!r}, but the others "
@@ -66,7 +67,7 @@ def _check_group(group: ParamGroup, core: Core) -> None:
         )
 
 
-def _check_optimizer(group: ParamGroup) -> None:
+def _check_optimizer(group: ParamGroup, where: str) -> None:
     """Raises if the optimizer of a group has more than a rule and hyperparameters."""
     if group.hyper or group.frozen:
         raise ValueError(
@@ -75,20 +76,16 @@ def _check_optimizer(group: ParamGroup) -> None:
         )
     if not isinstance(group.optimizer, FlashOptimizer):
         raise TypeError(
-            f"The `optimizer` of the group {group.where!r} must be a compressed one, such as "
+            f"The `optimizer` {where} must be a compressed one, such as "
             f"`mpx.optim.flash_adamw(3e-4)`, but {type(group.optimizer).__name__} was given."
         )
     core = core_of(group.optimizer)
-    if (
-        core.groups
-        or core.mask is not None
-        or core.compression != _DEFAULT
-        or core.others
-    ):
+    given = core.mask, core.groups, core.compression, core.others
+    if given != (None, (), _DEFAULT, None):
         raise ValueError(
-            f"The `optimizer` of the group {group.where!r} must have no `mask`, `groups` or "
-            "`compression` and not be `flash_muon`: those of the whole optimizer, and the "
-            "`compression` of the group, hold."
+            f"The `optimizer` {where} must have no `mask`, `groups` or `compression` and "
+            "not be `flash_muon`: those of the whole optimizer, and the `compression` of "
+            "the group, hold."
         )
 
 

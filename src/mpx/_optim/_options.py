@@ -65,10 +65,9 @@ class FlatParams(NamedTuple):
     @classmethod
     def of(cls, params: PyTree) -> "FlatParams":
         """Flattens parameters."""
-        treedef = jax.tree.structure(params, is_leaf=is_none)
         named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
         # The types of variables of NNX tell parameters from running statistics.
-        typed = flatten_with_names(params, is_leaf=is_none)[0]
+        typed, treedef = flatten_with_names(params, is_leaf=is_none)
         pairs = zip(named, typed, strict=True)
         names = [LeafName(name, full.types) for (name, _), (full, _) in pairs]
         return cls(names, [leaf for _, leaf in named], treedef, bare)
@@ -292,7 +291,7 @@ class ParamGroup:
     """
 
     where: Selectors
-    hyper: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+    hyper: Mapping[str, PyTree] = dataclasses.field(default_factory=dict, hash=False)
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
@@ -313,11 +312,6 @@ class ParamGroup:
         """Returns whether a parameter belongs to this group."""
         selectors = parse_selectors(self.where, "where")
         return any(_selects(selector, name, leaf) for selector in selectors)
-
-    def __hash__(self) -> int:
-        # Of the hyperparameters only the names: a value may be an array.
-        options = (self.frozen, self.compression, self.optimizer)
-        return hash((self.where, frozenset(self.hyper), options))
 
 
 def _selects(selector: Selector, name: str, leaf: object) -> bool:
@@ -429,13 +423,11 @@ def clip_scale(
     """
     limit, scale = as_scalar("max_norm", max_norm), as_scalar("grad_scale", grad_scale)
     _check_range("max_norm", max_norm)
-    one, total = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-    for grad in jax.tree.leaves(grads):
-        dtype = dtype_of(grad)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            part = jnp.abs(grad) if jnp.iscomplexobj(grad) else jnp.asarray(grad)
-            total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
+    total = jnp.zeros((), jnp.float32)
+    for grad in filter(_is_inexact, jax.tree.leaves(grads)):
+        part = jnp.abs(grad) if jnp.iscomplexobj(grad) else jnp.asarray(grad)
+        total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
     norm = jnp.sqrt(total)
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
-    factor = jnp.where(norm > limit, limit / norm, one)
+    factor = jnp.where(norm > limit, limit / norm, 1.0)
     return Clip(scale * factor, norm, jnp.isfinite(norm))

@@ -140,12 +140,9 @@ class Packed:
             if not isinstance(like, tuple):
                 sharding = unstacked(like.sharding)
                 like = (jax.ShapeDtypeStruct(like.shape[1:], F32, sharding=sharding),)
-            alike, size = (
-                functools.partial(zeros_alike, like[0]),
-                self.packing.group_size,
-            )
+            alike = functools.partial(zeros_alike, like[0])
             found = [alike(dtype) for dtype in elements]
-            scales = [alike(dtype, group=size) for dtype in scales]
+            scales = [alike(x, group=self.packing.group_size) for x in scales]
         else:
             planes = _planes(self.codes), _planes(self.scales)
             given, expected = list(map(len, planes)), [words_of(x)[1] for x in dtypes]
@@ -175,11 +172,8 @@ class PackedLeaf(NamedTuple):
         """Returns the f32 weight behind a parameter with a correction, else the parameter."""
         if not self.has_correction:
             return self.param
-        correction, codec = (
-            self.packed.numbers()[CORRECTION],
-            self.packed.packing.master,
-        )
-        return codec.decode(jnp.asarray(self.param), correction, Block())
+        codec, numbers = self.packed.packing.master, self.packed.numbers()
+        return codec.decode(jnp.asarray(self.param), numbers[CORRECTION], Block())
 
     def with_master(self, weight: PyTree) -> "PackedLeaf":
         """Returns a leaf with another weight; the parameter keeps its dtype."""
@@ -320,9 +314,8 @@ def _placed(param: Array, seed: Array, packing: Packing) -> Packed:
 
 def _with_correction(packed: Packed, correction: PyTree) -> Packed:
     old = packed.numbers()
-    if correction is not None:
-        old[CORRECTION] = sharded_as(correction, old[CORRECTION])
-    return packed.packing.pack(old)
+    new = {CORRECTION: sharded_as(correction, old[CORRECTION])}
+    return packed.packing.pack(old | new)
 
 
 @jax.jit

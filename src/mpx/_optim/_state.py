@@ -45,8 +45,8 @@ class FlashState(eqx.Module):
     mpx_holds_masters: ClassVar[bool] = True
 
     count: Int[Any, ""]
+    layout: PyTree  # before other arrays: its name says what is wrong
     packed: PyTree
-    layout: PyTree
     kind: str = eqx.field(static=True)
     format: StateFormat = eqx.field(static=True)
     moments: tuple[str, ...] = eqx.field(static=True)
@@ -82,11 +82,6 @@ class Stepped(NamedTuple):
     state: FlashState
 
 
-# By class, the fields that hold arrays. The layout comes before other arrays: its name
-# says what is wrong.
-_SAVED = {FlashState: ("count", "layout", "packed"), Packed: ("codes", "scales")}
-
-
 def register_with_flax() -> None:
     """Tells `flax.serialization`, if it is in use, how to save the state."""
     serialization = sys.modules.get("flax.serialization")
@@ -94,7 +89,8 @@ def register_with_flax() -> None:
         return
 
     def fields(node: PyTree) -> dict[str, PyTree]:
-        return {name: getattr(node, name) for name in _SAVED[type(node)]}
+        found = [x.name for x in dataclasses.fields(node) if not x.metadata]  # static
+        return {name: getattr(node, name) for name in found}
 
     def save(node: PyTree) -> dict[str, PyTree]:
         return serialization.to_state_dict(fields(node))
@@ -105,7 +101,7 @@ def register_with_flax() -> None:
             new["count"] = jnp.asarray(new["count"])
         return dataclasses.replace(node, **new)
 
-    for kind in _SAVED:
+    for kind in (FlashState, Packed):
         serialization.register_serialization_state(kind, save, restore, override=True)
 
 
@@ -130,7 +126,7 @@ def make_state(
         name = f"{small}x24-{len(held) - small}x32-{zlib.crc32(text.encode()):08x}"
         layout = {f"{kind}-{format}-planes-{name}": layout}
     packed, count = treedef.unflatten(x.packed for x in leaves), jnp.int32
-    return FlashState(zero_beside(params, count), packed, layout, kind, format, moments)
+    return FlashState(zero_beside(params, count), layout, packed, kind, format, moments)
 
 
 def leaves_of(flat: FlatParams, state: FlashState) -> list[PackedLeaf]:

@@ -21,11 +21,11 @@ Moments = tuple[Array, ...]
 Given = tuple[Scalars, Array, Array, Block]
 
 
-# A rule has a `kind`, which tells the meaning of its moments; the names of its `moments`, of
-# `mu` and `nu`, and those of its hyperparameters. `coefficients` combines hyperparameters
-# for a step, 1 for the first one. `average` returns the new moments, and `move` the new
-# weight, given the moments before and after the step; `given` has the coefficients, the
-# gradient and the weight before the step, f32, and the block, which computes roots.
+# A rule has a `kind`, which tells the meaning of its moments, and the names of its `moments`,
+# of `mu` and `nu`. `coefficients` combines hyperparameters for a step, 1 for the first one.
+# `average` returns the new moments, and `move` the new weight, given the moments before and
+# after the step; `given` has the coefficients, the gradient and the weight before the step,
+# f32, and the block, which computes roots.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,6 @@ class Adam:
     kind: ClassVar[str] = "adam"
     decoupled: bool
     moments: tuple[str, ...] = ("mu", "nu")
-    hyper: ClassVar[tuple[str, ...]] = (
-        "learning_rate", "weight_decay", "b1", "b2", "eps",
-    )  # fmt: skip
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
@@ -85,7 +82,6 @@ class Lion:
 
     kind: ClassVar[str] = "lion"
     moments: tuple[str, ...] = ("mu",)
-    hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "b1", "b2")
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
@@ -114,9 +110,6 @@ class Sgd:
     decoupled: bool
     nesterov: bool
     moments: tuple[str, ...]
-    hyper: ClassVar[tuple[str, ...]] = (
-        "learning_rate", "weight_decay", "momentum", "dampening",
-    )  # fmt: skip
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         decay, rate = _decay(hyper, self.decoupled), hyper["learning_rate"]
@@ -158,7 +151,6 @@ class Muon:
     inputs: tuple[int, ...] = (0,)
     outputs: tuple[int, ...] = (1,)
     moments: tuple[str, ...] = ("mu",)
-    hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "beta")
 
     @property
     def stored(self) -> np.dtype:
@@ -189,10 +181,10 @@ class Muon:
 
     def scale(self, shape: tuple[int, ...]) -> float:
         """Returns the factor of the step of a parameter of this shape."""
-        sizes = [math.prod(shape[i] for i in x) for x in (self.inputs, self.outputs)]
+        _, (_, rows, columns) = self._order(shape)
         if self.consistent_rms is not None:
-            return math.sqrt(max(sizes)) * self.consistent_rms
-        return math.sqrt(max(1, sizes[1] / max(sizes[0], 1)))
+            return math.sqrt(max(rows, columns)) * self.consistent_rms
+        return math.sqrt(max(1, columns / max(rows, 1)))
 
     def as_stack(self, x: Array) -> Array:
         """Returns a parameter as matrices: (count, inputs, outputs)."""
@@ -206,11 +198,10 @@ class Muon:
         return parts.transpose(np.argsort(order))
 
     def _order(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        ends = self.inputs, self.outputs
-        counted = [i for i in range(len(shape)) if not any(i in x for x in ends)]
-        groups = [counted, *ends]
-        sizes = [math.prod(shape[axis] for axis in axes) for axes in groups]
-        return [axis for axes in groups for axis in axes], sizes
+        ends = *self.inputs, *self.outputs
+        counted = [axis for axis in range(len(shape)) if axis not in ends]
+        groups = counted, self.inputs, self.outputs
+        return [*counted, *ends], [math.prod(shape[i] for i in x) for x in groups]
 
 
 Rule = Adam | Lion | Sgd | Muon
