@@ -386,24 +386,20 @@ def check_extra_args(
     """
     takes_scale = is_compressed or _holds(state, "mpx_is_compressed")
     known = (*OPTAX_ARGS, "grad_scale")
+    taken = known if takes_scale else OPTAX_ARGS
+    hints = {
+        "finite": "Pass it as `grads_finite`.",
+        "grad_scale": "Only the compressed optimizers such as `mpx.optim.flash_adamw` take "
+        "it. Multiply the gradients, or let `mpx.value_and_grad` unscale them.",
+    }
     for name in extra:
         close = difflib.get_close_matches(name, known, cutoff=0.8)
-        if name in OPTAX_ARGS or (name == "grad_scale" and takes_scale):
-            continue
-        if name == "grad_scale":
-            hint = (
-                "Only the compressed optimizers such as `mpx.optim.flash_adamw` take it. "
-                "Multiply the gradients, or let `mpx.value_and_grad` unscale them."
+        hint = "It takes `grad_scale`." if is_compressed else ""
+        hint = hints.get(name, f"Did you mean `{close[0]}`?" if close else hint)
+        if hint and name not in taken:
+            raise TypeError(
+                f"The optimizer does not take the argument `{name}`. {hint}"
             )
-        elif name == "finite":
-            hint = "Pass it as `grads_finite`."
-        elif close:
-            hint = f"Did you mean `{close[0]}`?"
-        elif is_compressed:
-            hint = "It takes `grad_scale`."
-        else:
-            continue
-        raise TypeError(f"The optimizer does not take the argument `{name}`. {hint}")
 
 
 def _holds(state: PyTree, mark: str) -> bool:
