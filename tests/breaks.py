@@ -379,7 +379,7 @@ BREAKS = [
     Break(
         "steps of Muon do not depend on the shape",
         "_optim",
-        "math.sqrt(max(1, sizes[1] / max(sizes[0], 1)))",
+        "math.sqrt(max(1, columns / max(rows, 1)))",
         "1.0",
         "muon",
         "those_of_optax",
@@ -467,15 +467,15 @@ BREAKS = [
     Break(
         "nothing is clipped",
         "_optim",
-        "jnp.where(norm > limit, limit / norm, one)",
-        "one",
+        "jnp.where(norm > limit, limit / norm, 1.0)",
+        "1.0",
         "flash_clip",
         "",
     ),
     Break(
         "master_params returns the rounded ones",
         "_optim",
-        "codec.decode(jnp.asarray(self.param), correction, Block())",
+        "codec.decode(jnp.asarray(self.param), numbers[CORRECTION], Block())",
         "jnp.asarray(self.param).astype(jnp.float32)",
         "flash",
         "master_weights_go_in",
