@@ -246,9 +246,7 @@ def _layout(
     group_size: int, _: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree
 ) -> PyTree:
     """Returns the shardings of what `local` of `_kernel` takes and returns."""
-    params = [
-        uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
-    ]
+    params = [uncut(x.param.sharding, x.param.shape, group_size) for x in leaves]
     results = [_shardings(*pair) for pair in zip(params, leaves, strict=True)]
     everywhere, layers = replicated(params[0]), None
     if ahead is not None:

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+from mpx._casting._policy import cast_params
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import refuse_result
 from mpx._jax._compat import undifferentiable
@@ -26,7 +27,6 @@ from mpx._optim._options import (
     Mask,
     ParamGroup,
     as_scalar,
-    cast_params,
     group_of,
     is_trainable,
 )

@@ -327,11 +327,8 @@ def flash_muon(  # noqa: PLR0913 (options are keywords)
     rows = np.asarray(ns_coeffs, np.float64)
     if rows.shape == (3,):
         rows = np.tile(rows, (as_count(ns_steps, "ns_steps", 1), 1))
-    if rows.ndim != 2 or rows.shape[1] != 3 or not np.isfinite(rows).all():
-        raise ValueError(
-            "`ns_coeffs` must be three numbers, or three for each step, but "
-            f"{ns_coeffs!r} was given."
-        )
+    fits = rows.ndim == 2 and rows.shape[1] == 3 and bool(np.isfinite(rows).all())
+    check_value(fits, "ns_coeffs", "three numbers, or three for each step", ns_coeffs)
     check_value(0 < eps < np.inf, "eps", "a positive number", eps)
     check_value(
         rms is None or 0 < rms < np.inf, "consistent_rms", "positive or None", rms

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
-from mpx._casting._cast import cast_state_leaf, map_floating
 from mpx._casting._keep import is_state
 from mpx._casting._select import (
-    Matcher,
     Selector,
     Selectors,
     matches,
@@ -25,11 +23,9 @@ from mpx._casting._select import (
 )
 from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
 from mpx._jax._compat import is_tracer
-from mpx._jax._formats import parse_float_dtype
 from mpx._jax._nnx import without_variables
 from mpx._jax._tree import (
     LeafName,
-    cast_leaf,
     dtype_of,
     flatten_with_names,
     is_none,
@@ -161,21 +157,6 @@ class FlatParams(NamedTuple):
                 "shapes, dtypes or paths, which are known when the step is traced."
             )
         return list(map(bool, flags))
-
-
-def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
-    """Casts the parameters of a model, except what `keep` selects and running statistics."""
-    kept = Matcher(parse_selectors(keep, "keep"), "keep")
-    target = parse_float_dtype(dtype)
-
-    def cast(name: LeafName, leaf: PyTree) -> PyTree:
-        if kept.find(name, leaf) is not None:
-            return leaf
-        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, target)
-
-    low = map_floating(cast, params)
-    kept.check()
-    return low
 
 
 def is_trainable(name: LeafName, param: PyTree) -> bool:

@@ -227,12 +227,11 @@ def _build(
     backend = "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
-    def convert(params: PyTree, state: PyTree) -> PyTree:
-        def quantizes(name: str, param: PyTree) -> bool:
-            return (group_of(groups, name, param).compression or base).quantize
+    def quantizes(name: str, param: PyTree) -> bool:
+        return (group_of(groups, name, param).compression or base).quantize
 
-        options: PyTree = dict(quantize=quantizes, group_size=group_size)
-        return from_mpx(params, state, state_type, **options)
+    options: PyTree = dict(quantize=quantizes, group_size=group_size)
+    convert = functools.partial(from_mpx, state_type=state_type, **options)
 
     def init(params: PyTree) -> PyTree:
         _check_params(params, groups, param_groups or (), master_weight_bits, fused)
