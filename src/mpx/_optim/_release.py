@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx._casting._context import gradient_function, has_scales
@@ -289,15 +289,13 @@ _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 
 
 class _Tap(eqx.Module):
-    """A parameter, or one layer of it, that has not been read yet, and casts of it."""
+    """A parameter, or one layer of it, or a cast of it, that has not been read yet."""
 
     get: Callable[[Array | None], Array] = eqx.field(static=True)
     layer: Array | None = None
-    casts: tuple[DTypeLike, ...] = eqx.field(static=True, default=())
 
     def read(self) -> Array:
-        x = self.get(self.layer)
-        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
+        return self.get(self.layer)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -341,8 +339,9 @@ class _Taps(Visitor):
             return eval_equation(eqn, values), unknown
         name = eqn.primitive.name
         if name == "convert_element_type":
-            casts = (*values[0].casts, eqn.params["new_dtype"])
-            return [dataclasses.replace(values[0], casts=casts)], unknown
+            (tap,), dtype = values, eqn.params["new_dtype"]
+            cast = lambda layer: tap.get(layer).astype(dtype)  # noqa: E731
+            return [_Tap(cast, tap.layer)], unknown
         if name == "scan":
             return self._scan(eqn, values), unknown
         jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])

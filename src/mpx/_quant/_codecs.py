@@ -27,12 +27,7 @@ Rounding: TypeAlias = Array | None
 
 def to_integer(x: Array, dtype: DTypeLike) -> Array:
     """Rounds f32 numbers below 2²² to nearest, ties to even; others give any code."""
-    return shifted_to_integer(x + SHIFT, dtype)
-
-
-def shifted_to_integer(x: Array, dtype: DTypeLike) -> Array:
-    """Finishes `to_integer` for numbers to which `SHIFT` was already added."""
-    return bits_to_cut(x).astype(dtype)
+    return bits_to_cut(x + SHIFT).astype(dtype)
 
 
 def bits(x: Array) -> Array:
@@ -209,7 +204,7 @@ class SoftsignInt8:
             more = signed_like(rounding * np.float32(1 / 254), x)
             fraction = block.multiply_add(x, divisor, more)
         q = block.multiply_add(np.float32(254), fraction, SHIFT)
-        return Quantized(shifted_to_integer(q, jnp.int8), stored)
+        return Quantized(bits_to_cut(q).astype(jnp.int8), stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +242,8 @@ class SqrtUint8:
         more = SHIFT if rounding is None else rounding
         q = block.multiply_add(root, block.spread(unit), more)
         q = q if rounding is None else q + SHIFT
-        return Quantized(
-            shifted_to_integer(jnp.maximum(q, SHIFT + 1), jnp.uint8), stored
-        )
+        codes = bits_to_cut(jnp.maximum(q, SHIFT + 1)).astype(jnp.uint8)
+        return Quantized(codes, stored)
 
 
 def _rounded_scale(
@@ -310,8 +304,7 @@ class BitDelta:
 
     dtype: np.dtype = _INT8
 
-    def decode(self, param: Array, correction: Array | None, block: Block) -> Array:
-        assert correction is not None
+    def decode(self, param: Array, correction: Array, block: Block) -> Array:
         pattern = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
         high = lax.bitcast_convert_type(pattern << np.uint32(16), jnp.int32)
         total = high + (
@@ -323,7 +316,7 @@ class BitDelta:
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array]:
         pattern = bits(weight)
         # A nan that is not this one could become inf, or be carried over into the sign.
         pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
@@ -355,15 +348,14 @@ class UlpFraction:
 
     dtype: np.dtype = _INT8
 
-    def decode(self, param: Array, correction: Array | None, block: Block) -> Array:
-        assert correction is not None
+    def decode(self, param: Array, correction: Array, block: Block) -> Array:
         low, high = _half_ulp(param)
         fraction = correction.astype(F32) * np.float32(1 / np.iinfo(self.dtype).max)
         return param.astype(F32) + fraction * low * high
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array]:
         rounded = block.rounded(weight, np.dtype(dtype))
         param = rounded.astype(dtype)
         low, high = _half_ulp(param)

@@ -231,7 +231,7 @@ def _build(
         return (group_of(groups, name, param).compression or base).quantize
 
     options: PyTree = dict(quantize=quantizes, group_size=group_size)
-    convert = functools.partial(from_mpx, state_type=state_type, **options)
+    convert: PyTree = functools.partial(from_mpx, state_type=state_type, **options)
 
     def init(params: PyTree) -> PyTree:
         _check_params(params, groups, param_groups or (), master_weight_bits, fused)
