@@ -161,18 +161,15 @@ class FlatParams(NamedTuple):
 
 def is_trainable(name: LeafName, param: PyTree) -> bool:
     """Returns whether a leaf is a parameter, not one of running statistics."""
-    dtype = dtype_of(param)
-    if is_state(name):
+    if is_state(name) or not _is_inexact(param):
         return False
-    if dtype in PARAM_DTYPES:
-        return True
-    if _is_inexact(param):
+    if dtype_of(param) not in PARAM_DTYPES:
         raise TypeError(
-            f"`{name}` is {dtype}, but compressed optimizers hold weights in f32, bf16 or "
-            "f16. Hold it in one of these (a complex parameter as two, its real and its "
-            "imaginary part), or freeze it with `ParamGroup(path, frozen=True)`."
+            f"`{name}` is {dtype_of(param)}, but compressed optimizers hold weights in f32, "
+            "bf16 or f16. Hold it in one of these (a complex parameter as two, its real and "
+            "its imaginary part), or freeze it with `ParamGroup(path, frozen=True)`."
         )
-    return False
+    return True
 
 
 def _is_inexact(leaf: object) -> bool:

@@ -40,7 +40,7 @@ _writing: dict[str, Manager] = {}
 _locks: dict[str, IO[str]] = {}
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Writes checkpoints of one run into a folder while training goes on.
 
     `save` copies the state to the host and returns; a thread of Orbax writes it. A process
@@ -244,9 +244,6 @@ class Checkpointer:
         finally:
             self._resign()
             self._manager.close()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
