@@ -27,9 +27,9 @@ from jax import lax
 import _measure as measure
 import mpx
 from mpx._kernels import _dispatch, _triton
-from mpx._optim._engine import Method, Step
-from mpx._optim._options import flatten_params
-from mpx._optim._packing import PackedLeaf, Packing, Unpacked, moment_codec
+from mpx._optim._engine import Step
+from mpx._optim._options import FlatParams
+from mpx._optim._packing import CORRECTION, PackedLeaf, Packing, moment_codec
 from mpx._optim._state import leaves_of
 from mpx._quant._codecs import Block, Dither, Quantized
 from mpx._quant._codecs import _mix as mix
@@ -153,11 +153,11 @@ def differences(optimizer, before, grads, grad_scale, plain, kernel):
     """Returns fields of a `Found` for each leaf of what two paths made of it, in f64."""
     core = optimizer.init.__self__
     old, want, got = (stored_leaves(*tree) for tree in (before, plain, kernel))
-    step = Step(core, flatten_params(before[0]), before[1], grad_scale)
-    scale, *rest = step.scalars(Method(core.rule, core.hyper), None, True)
+    step = Step(core, FlatParams.of(before[0]), before[1], grad_scale)
+    scale, *rest = step.scalars(core.rule, core.hyper)
     coefficients = rest[len(Dither._fields) :]
     decode = functools.partial(decoded, core, before[1])
-    grads = flatten_params(grads).leaves
+    grads = FlatParams.of(grads).leaves
 
     def compare(grad, start, a, b):
         given = jax.tree.map(jnp.ravel, (grad.astype(jnp.float32), *decode(start)))
@@ -182,8 +182,12 @@ class Stored(NamedTuple):
 
 def stored_leaves(params, state):
     """Returns each parameter with its correction and moments."""
-    leaves = leaves_of(flatten_params(params), state)
-    return [Stored(x.stored.param, *x.packing.view(x.stored.packed)) for x in leaves]
+    stored = []
+    for param, packed in leaves_of(FlatParams.of(params), state):
+        numbers = packed.numbers()
+        correction = numbers.pop(CORRECTION, None)
+        stored.append(Stored(param, tuple(numbers.values()), correction))
+    return stored
 
 
 def decoded(core, state, leaf):
@@ -193,11 +197,13 @@ def decoded(core, state, leaf):
     if quantized:
         groups = (*quantized[0].scale.shape, -1)
     dtype = None if leaf.correction is None else leaf.correction.dtype
-    master = Packing((), state.format, False, dtype).master(leaf.param.dtype)
+    master = Packing((), state.format, 0, dtype, leaf.param.dtype).master
     leaf = jax.tree.map(lambda x: x.reshape(groups) if x.shape == shape else x, leaf)
     weight = master.decode(leaf.param, leaf.correction, Block())
     moments = (
-        moment_codec(name, bool(quantized), state.format).decode(stored, Block())
+        moment_codec(name, state.format).decode(stored, Block())
+        if quantized
+        else stored
         for name, stored in zip(core.rule.moments, leaf.moments, strict=True)
     )
     return weight, tuple(moments)
@@ -452,7 +458,8 @@ def huge_inputs(rows, width, first=0):
     any_size = mpx.optim.Compression(min_size=0)
     optimizer = mpx.optim.flash_adamw(RATE, compression=any_size)
     small: Any = optimizer.init({"w": params["w"][:1, :32]})
-    packed = Unpacked((mu, nu), correction).pack()
+    numbers = {"mu": mu, "nu": nu, CORRECTION: correction}
+    packed = small.packed["w"].packing.pack(numbers)
     state = dataclasses.replace(
         small, count=jnp.asarray(5, jnp.int32), packed={"w": packed}
     )
@@ -467,7 +474,7 @@ def run_huge(rows, width, chunk):
     step = functools.partial(take_step, case.optimizer("auto"))
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*inputs, yes, scale).compile()
     leaf = PackedLeaf(inputs[0]["w"], inputs[1].packed["w"])
-    launches = int(_triton.can_address(leaf, _dispatch._BLOCK))
+    launches = int(_dispatch.can_address(leaf, leaf.param.size))
     problems = kernel_problems(program, "kernel", launches)
     result = program(*inputs, yes, scale)
     del inputs, leaf

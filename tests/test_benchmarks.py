@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpx._optim._packing import Unpacked
+from mpx._optim._packing import CORRECTION
 from scripts import script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -65,22 +65,25 @@ def moved(where, by, element=(1, 2)):
 
     def change(result):
         (param,), state = result
-        leaf = Unpacked((state.mu[0], state.nu[0]), state.correction[0])
-        x = where(leaf)
+        (packed,) = state.packed
+        numbers = packed.numbers()
+        x = where(numbers)
         new = bits_of(x).at[element].add(by)
         new = jax.lax.bitcast_convert_type(new, x.dtype)
-        leaf = jax.tree.map(lambda part: new if part is x else part, leaf)
-        return [param], dataclasses.replace(state, packed=[leaf.pack()])
+        numbers = jax.tree.map(lambda part: new if part is x else part, numbers)
+        return [param], dataclasses.replace(
+            state, packed=[packed.packing.pack(numbers)]
+        )
 
     return change
 
 
 STORED = {
-    "code of mu": (lambda leaf: leaf.moments[0].codes, 1),
-    "code of nu": (lambda leaf: leaf.moments[1].codes, 1),
-    "bf16 scale": (lambda leaf: leaf.moments[0].scale, 1),
-    "f32 scale": (lambda leaf: leaf.moments[1].scale, 16),
-    "correction": (lambda leaf: leaf.correction, 2),
+    "code of mu": (lambda leaf: leaf["mu"].codes, 1),
+    "code of nu": (lambda leaf: leaf["nu"].codes, 1),
+    "bf16 scale": (lambda leaf: leaf["mu"].scale, 1),
+    "f32 scale": (lambda leaf: leaf["nu"].scale, 16),
+    "correction": (lambda leaf: leaf[CORRECTION], 2),
 }
 
 

@@ -220,7 +220,7 @@ def test_state_has_the_documented_dtypes_and_shapes():
     assert corrections == {"w": "int8", "odd": "int8", "small": "int16", "full": None}
     assert state.format == "mpx"
     assert {
-        k: jax.tree.map(lambda x: (x.shape, x.dtype), packed)
+        k: jax.tree.map(lambda x: (x.shape, x.dtype), (packed.codes, packed.scales))
         for k, packed in state.packed.items()
     } == {
         "w": (((3, 3, 5, 64), np.uint8), ((3, 3, 5, 2), np.uint16)),

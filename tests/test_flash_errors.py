@@ -487,7 +487,8 @@ def leaf(x):
 
 
 def with_scales(state, scales):
-    return put(state, packed=leaf(state.packed["layer"]["w"]._replace(scales=scales)))
+    packed = dataclasses.replace(state.packed["layer"]["w"], scales=scales)
+    return put(state, packed=leaf(packed))
 
 
 ADAM, W32 = kind("adamw").init(W), leaf(jnp.ones(SHAPE))

@@ -52,7 +52,7 @@ def test_unfused_programs_round_after_each_operation():
 @pytest.mark.some(3)
 @pytest.mark.parametrize(("dtype", "correction", "format"), STORED.values(), ids=STORED)
 def test_the_kernel_equals_plain_jax_in_every_format(dtype, correction, format):
-    plan = make_plan(RULES["adamw"], correction, format)
+    plan = make_plan(RULES["adamw"], correction, format, dtype=dtype)
     assert_kernel_equals_plain(plan, make_case(plan, ODD, dtype))
 
 
@@ -74,24 +74,21 @@ def test_the_kernel_equals_plain_jax_if_blocks_are_full():
     assert_kernel_equals_plain(plan, make_case(plan, DIVIDING))
 
 
-@pytest.mark.parametrize("shape", [DIVIDING, ODD], ids=["full", "odd"])
-def test_blocks_are_masked_if_the_last_one_is_not_full(monkeypatch, shape):
+@pytest.mark.parametrize(
+    ("shape", "block"), [(DIVIDING, BLOCK), (ODD, 32)], ids=["full", "odd"]
+)
+def test_blocks_divide_the_size(shape, block):
     # The interpreter would not notice: it lets nobody write behind an array.
-    masked = []
-
-    def spy(function):
-        def call(*args, mask, **kwargs):
-            masked.append(mask is not None)
-            return function(*args, mask=mask, **kwargs)
-
-        return call
-
-    for name in ("load", "store"):
-        monkeypatch.setattr(_triton.plgpu, name, spy(getattr(_triton.plgpu, name)))
     plan = make_plan(RULES["adamw"])
     case = make_case(plan, shape)
-    jax.eval_shape(functools.partial(interpreted, plan), *case)
-    assert masked == [shape == ODD] * (8 + 7)
+    (call,) = (
+        eqn
+        for eqn in equations(
+            jax.make_jaxpr(functools.partial(interpreted, plan))(*case)
+        )
+        if eqn.primitive.name == "pallas_call"
+    )
+    assert call.params["grid_mapping"].grid == (np.prod(shape) // block, 1)
 
 
 @pytest.mark.some(1)
@@ -183,16 +180,17 @@ def test_one_layer_steps_where_it_is(layer):
         (2**31 // 3 // 32 * 32 + 32, False),
         (2**32 // 3 // 512 * 512, False),
         (2**32 // 3 // 512 * 512 + 512, True),
-        (2**32 // 3 // 512 * 512 + 544, False),
+        (2**32 // 3 // 512 * 512 + 544, True),
         (2**31, True),
-        (2**32 + 32, False),
+        (2**32 + 32, True),
+        (2**16 + 4, False),  # blocks of 4
     ],
 )
 def test_a_kernel_addresses_what_32_or_64_bits_can(size, reachable):
-    assert _dispatch._BLOCK == 512
+    assert (_dispatch._BLOCK, _dispatch._LEAST) == (512, 8)
     param = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    packed = make_plan(RULES["adamw"]).packing.zeros(param, 32)
-    assert _triton.can_address(PackedLeaf(param, packed), 512) == reachable
+    packed = make_plan(RULES["adamw"], group=4).packing.zeros(param)
+    assert _dispatch.can_address(PackedLeaf(param, packed), size) == reachable
 
 
 def test_what_is_not_read_again_leaves_the_cache_first():

@@ -93,7 +93,7 @@ def take_steps(optimizer, params, grads, count=2, **options):
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("dtype", "launches"),
-    [(jnp.bfloat16, 3), (jnp.float32, 1)],
+    [(jnp.bfloat16, 2), (jnp.float32, 1)],  # no block divides 15 elements
     ids=["bf16", "f32"],
 )
 def test_the_kernel_is_taken_for_leaves_with_planes_only(

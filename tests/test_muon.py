@@ -26,7 +26,7 @@ from kernel_cases import (
 )
 from models import normal
 from mpx._optim._muon import newton_schulz
-from mpx._optim._update_rules import Muon, NewtonSchulz
+from mpx._optim._update_rules import Muon
 from mpx.optim import Compression, ParamGroup, flash_adamw, flash_lion, flash_muon
 from mpx.testing import assert_trees_equal
 from test_flash_sharded import AXES, COLLECTIVE
@@ -120,7 +120,7 @@ jitted = jax.jit(newton_schulz, static_argnums=1)
 def test_newton_schulz_follows_f64(dtype, times):
     matrix, exact, unit = spread_out_problem()
     limit = times * unit
-    options = NewtonSchulz(STANDARD, dtype, 1e-8)
+    options = Muon(True, STANDARD, dtype, 1e-8)
     stack = jnp.asarray(np.stack([matrix, 2 * matrix]), F32)
     found = jitted(stack, options)
     assert found.dtype == (F32 if dtype == F32 else BF16)
@@ -134,19 +134,19 @@ def test_newton_schulz_follows_f64(dtype, times):
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
 def test_huge_and_tiny_matrices_have_the_same_direction(dtype, scale):
     x, none = normal(0, 1, 32, 64), 1e-37
-    options = NewtonSchulz(STANDARD, dtype, none)
+    options = Muon(True, STANDARD, dtype, none)
     assert_trees_equal(jitted(x * scale, options), jitted(x, options))
 
 
 def test_zeros_and_nonfinite_matrices_stay_what_they_are():
     x = jnp.stack([normal(0, 8, 16), jnp.zeros((8, 16)), normal(1, 8, 16)])
-    found = jitted(x.at[2, 3, 4].set(jnp.nan), NewtonSchulz(STANDARD, BF16, 1e-8))
+    found = jitted(x.at[2, 3, 4].set(jnp.nan), Muon(True, STANDARD, BF16, 1e-8))
     found = np.asarray(found)
     assert np.isfinite(np.asarray(found[0], np.float32)).all()
     assert np.any(found[0])
     assert not np.any(found[1])
     assert np.isnan(np.asarray(found[2], np.float32)).all()
-    assert newton_schulz(x[:0], NewtonSchulz(STANDARD, BF16, 1e-8)).shape == (0, 8, 16)
+    assert newton_schulz(x[:0], Muon(True, STANDARD, BF16, 1e-8)).shape == (0, 8, 16)
 
 
 # Each step is compiled: where their number is no matter, one is enough.
@@ -419,7 +419,7 @@ def test_states_of_several_models_step_under_vmap():
 
 
 def test_the_kernel_takes_gradient_and_direction():
-    plan = make_plan(Muon(True, NewtonSchulz(STANDARD[:1], BF16, 1e-8)))
+    plan = make_plan(Muon(True, STANDARD[:1], BF16, 1e-8))
     scalars, grad, leaf = make_case(plan, ODD)
     _, towards, _ = make_case(plan, ODD, seed=1)
     assert_kernel_equals_plain(plan, (scalars, (grad, towards), leaf))

@@ -14,7 +14,6 @@ from mpx._optim._packing import encode_moment, split
 from mpx._quant._codecs import (
     BitDelta,
     Block,
-    Full,
     Quantized,
     RoundedMaster,
     SoftsignInt8,
@@ -215,11 +214,6 @@ def test_a_first_moment_above_the_reciprocals_of_f32_is_lost():
         x = np.linspace(-peak, peak, 32, dtype=np.float32)[None]
         codes, *_ = stored_of(SoftsignInt8(), x)
         assert bool(codes.any()) is kept
-
-
-def test_full_moments_are_stored_as_they_are():
-    x = jnp.asarray([1.0, -0.0, jnp.inf, jnp.nan, 1e-38])
-    assert_trees_equal(Full().decode(Full().encode(x, BLOCK), BLOCK), x)
 
 
 # --- dithered -------------------------------------------------------------------------

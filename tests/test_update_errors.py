@@ -373,6 +373,29 @@ def test_cond_update_skips_a_result_that_overflows():
     assert_trees_equal(same, half)
 
 
+def test_functions_that_assign_to_what_they_get_can_be_skipped():
+    @mpx.cond_update
+    def descend(params, grads):
+        params["w"] = params["w"] - grads["w"]
+        return params
+
+    params, bad = {"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}
+    assert_trees_equal(descend(False, params, bad), {"w": jnp.ones(2)})
+    assert_trees_equal(descend(True, params, {"w": jnp.ones(2)})["w"], jnp.zeros(2))
+    assert_trees_equal(params, {"w": jnp.ones(2)})
+
+    def count(updates, state, params=None):
+        state["n"] = state["n"] + 1
+        return updates, state
+
+    counting = optax.GradientTransformation(lambda _: {"n": jnp.zeros(())}, count)
+    _, state = mpx.optimizer_update(params, counting, counting.init(0), bad, False)
+    assert state == {"n": 0.0}
+    skipping: Any = mpx.optim.skip_nonfinite(counting)
+    _, state = skipping.update(bad, skipping.init(params), params)
+    assert state.inner_state == {"n": 0.0}
+
+
 def test_cond_update_counts_a_namedtuple_as_one_value():
     state = optax.TraceState(jnp.zeros(2))
     step = mpx.cond_update(lambda state, grads: state._replace(trace=grads))

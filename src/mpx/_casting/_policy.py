@@ -20,7 +20,7 @@ from mpx._casting._context import (
     parse_reduce,
 )
 from mpx._casting._keep import Keep, is_state
-from mpx._casting._select import Selector, Selectors, parse_selectors
+from mpx._casting._select import Matcher, Selector, Selectors, parse_selectors
 from mpx._jax._formats import PRECISIONS, parse_float_dtype, short_name
 from mpx._jax._tree import LeafName, cast_leaf
 
@@ -125,11 +125,11 @@ class Policy:
 
         Running statistics are never narrowed, so a whole model can be made bf16.
         """
-        return _cast_beside_state(tree, self.param_dtype)
+        return cast_params(tree, self.param_dtype)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `output_dtype`, as `cast_to_param` does."""
-        return _cast_beside_state(tree, self.output_dtype)
+        return cast_params(tree, self.output_dtype)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Casts floating leaves to `compute_dtype`, except what `keep` names.
@@ -197,11 +197,19 @@ def dtype_under_amp(func: Callable[..., PyTree], policy: Policy) -> np.dtype | N
     return low
 
 
-def _cast_beside_state(tree: PyTree, dtype: np.dtype) -> PyTree:
-    def cast(name: LeafName, leaf: PyTree) -> PyTree:
-        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, dtype)
+def cast_params(tree: PyTree, dtype: DTypeLike, keep: Selectors = ()) -> PyTree:
+    """Casts floating leaves, except what `keep` selects and running statistics."""
+    kept = Matcher(parse_selectors(keep, "keep"), "keep")
+    target = parse_float_dtype(dtype)
 
-    return map_floating(cast, tree)
+    def cast(name: LeafName, leaf: PyTree) -> PyTree:
+        if kept.find(name, leaf) is not None:
+            return leaf
+        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, target)
+
+    low = map_floating(cast, tree)
+    kept.check()
+    return low
 
 
 def _optional(dtype: DTypeLike | None, what: str) -> np.dtype | None:

@@ -24,12 +24,14 @@ from mpx._jax._sharding import (
     uncut,
     whole_groups,
 )
-from mpx._quant._codecs import Block, FlatBlock
+from mpx._quant._codecs import Block
 
 Backend = Literal["auto", "jax"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 _PLATFORM = "cuda"
-_BLOCK = 512  # elements that a program of the kernel steps, and the largest group
+# Elements that a program of the kernel steps at most, which is the largest group, and at
+# least: the largest power of two that divides the size of a leaf.
+_BLOCK, _LEAST = 512, 8
 _BATCH, _BATCH_SIZE = 8, 2**23  # leaves of a launch; larger ones have one of their own
 # From this size on the maxima are found in a pass of their own: otherwise XLA computes most
 # of the step inside the reduction, at a third of the speed
@@ -59,9 +61,7 @@ class Job(NamedTuple):
     name: str  # the path of the parameter
     body: Body  # the step
     scalars: Array  # the f32 numbers that `body` needs
-    grad: (
-        PyTree  # an array or several, like the parameter; `None` while it is not known
-    )
+    grad: PyTree  # an array or several, like the parameter; `None` if not known yet
     leaf: PyTree  # the parameter and its state: any pytree with an attribute `param`
     layer: Array | None = None  # int32, if only this one steps, along the first axis
 
@@ -71,14 +71,7 @@ class Job(NamedTuple):
         return param.size if self.layer is None else math.prod(param.shape[1:])
 
 
-class _Batch(NamedTuple):
-    """The arrays of steps that share a launch; see `Job` and `run`."""
-
-    scalars: Sequence[Array]
-    grads: Sequence[PyTree]
-    leaves: Sequence[PyTree]
-    finite: Array | None
-    layer: Array | None
+Row = tuple[Array, PyTree, PyTree]  # scalars, gradient and leaf of a job
 
 
 def run(
@@ -100,9 +93,8 @@ def run(
             indices = all_indices[start : start + _BATCH]
             rows = [(jobs[i].scalars, jobs[i].grad, jobs[i].leaf) for i in indices]
             job, step = jobs[indices[0]], _launch if in_kernel[indices[0]] else _plain
-            scalars, grads, leaves = map(list, zip(*rows, strict=True))
-            batch = _Batch(scalars, grads, leaves, finite, job.layer)
-            for index, leaf in zip(indices, step(batch, body=job.body), strict=True):
+            results = step(rows, finite, job.layer, body=job.body)
+            for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
     return new
 
@@ -116,14 +108,26 @@ def _takes_kernel(job: Job, backend: Backend) -> bool:
         return False
     # XLA updates floats in one pass. To write planes it needs a second one, and copies.
     worth = any(x.dtype.kind in "iu" for x in jax.tree.leaves(job.leaf))
-    fits = job.size > 0 and not size & (size - 1) and size <= _BLOCK
+    fits = job.size > 0 and math.gcd(job.size, _BLOCK) >= _LEAST and size <= _BLOCK
     return worth and fits and reason_against_shards(job.leaf.param, size) is None
 
 
-def _plain(batch: _Batch, *, body: Body) -> list[PyTree]:
-    step = functools.partial(_plain_leaf, body=body)
-    rows = zip(batch.scalars, batch.grads, batch.leaves, strict=True)
-    return [step(*row, batch.finite, batch.layer) for row in rows]
+def can_address(leaf: PyTree, size: int) -> bool:
+    """Returns whether a kernel reaches every element of a leaf that steps so many.
+
+    Pallas indexes arrays of up to 2³² bytes with signed 32 bits: one of bytes has elements
+    out of reach if it has more than 2³¹. Larger arrays use 64 bits, but not the start of a
+    block, which is why the blocks are an axis of their own.
+    """
+    sizes = [(x.size, x.size * x.dtype.itemsize) for x in jax.tree.leaves(leaf)]
+    in_reach = all(count <= 2**31 or nbytes > 2**32 for count, nbytes in sizes)
+    return in_reach and math.gcd(size, _BLOCK) >= _LEAST
+
+
+def _plain(
+    rows: Sequence[Row], finite: Array | None, layer: Array | None, *, body: Body
+) -> list[PyTree]:
+    return [_plain_leaf(*row, finite, layer, body=body) for row in rows]
 
 
 # Under jit, so that leaves of equal types are traced and lowered once.
@@ -140,28 +144,26 @@ def _plain_leaf(
     step = functools.partial(run_plain, body, scalars, grad, finite=finite)
     if layer is None:
         return step(leaf)
-    return _with_layer(leaf, layer, step(layer_of(leaf, layer)))
+    rank, write = leaf.param.ndim, lax.dynamic_update_index_in_dim
+    new = step(layer_of(leaf, layer))
+    return jax.tree.map(lambda x, y: write(x, y, layer, x.ndim - rank), leaf, new)
 
 
 # The axis of the layers is the first, or follows the planes.
 def layer_of(leaf: PyTree, layer: Array) -> PyTree:
-    rank = leaf.param.ndim
-    read = lax.dynamic_index_in_dim
+    rank, read = leaf.param.ndim, lax.dynamic_index_in_dim
     return jax.tree.map(lambda x: read(x, layer, x.ndim - rank, keepdims=False), leaf)
 
 
-def _with_layer(leaf: PyTree, layer: Array, new: PyTree) -> PyTree:
-    rank = leaf.param.ndim
-    write = lax.dynamic_update_index_in_dim
-    return jax.tree.map(lambda x, y: write(x, y, layer, x.ndim - rank), leaf, new)
-
-
 @functools.partial(jax.jit, static_argnames="body")
-def _launch(batch: _Batch, *, body: Body) -> list[PyTree]:
+def _launch(
+    rows: Sequence[Row], finite: Array | None, layer: Array | None, *, body: Body
+) -> list[PyTree]:
     """Runs the kernel on CUDA devices and plain JAX elsewhere."""
     plain = functools.partial(_plain, body=body)
     kernel = plain_under_vmap(functools.partial(_kernel, body=body), plain)
-    return lax.platform_dependent(batch, default=plain, **{_PLATFORM: kernel})
+    given = rows, finite, layer
+    return lax.platform_dependent(*given, default=plain, **{_PLATFORM: kernel})
 
 
 def plain_under_vmap(
@@ -179,20 +181,20 @@ def plain_under_vmap(
     return mappable
 
 
-def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
+def _kernel(
+    rows: Sequence[Row], finite: Array | None, layer: Array | None, *, body: Body
+) -> list[PyTree]:
     """Steps the shards of each device in one kernel."""
     # Not before it is needed: importing Pallas takes as long as importing mpx.
     from mpx._kernels import _triton
 
     plain = functools.partial(_plain, body=body)
-    like = jax.eval_shape(plain, batch)
-    flag = jnp.ones((), bool) if batch.finite is None else batch.finite
-    numbers = jnp.stack(
-        [jnp.append(flag.astype(row.dtype), row) for row in batch.scalars]
-    )
-    launch = functools.partial(_triton.launch, body, block=_BLOCK)
+    like = jax.eval_shape(plain, rows, finite, layer)
+    scalars, grads, leaves = map(list, zip(*rows, strict=True))
+    flag = jnp.ones((), bool) if finite is None else finite
+    numbers = jnp.stack([jnp.append(flag.astype(row.dtype), row) for row in scalars])
     # The distance of each layer from the one that is stepped, if only one is.
-    param, layer = batch.leaves[0].param, batch.layer
+    param = leaves[0].param
     ahead = None if layer is None else lax.iota(jnp.int32, len(param)) - layer
 
     def local(
@@ -201,45 +203,37 @@ def _kernel(batch: _Batch, *, body: Body) -> list[PyTree]:
         grads: Sequence[PyTree],
         leaves: Sequence[PyTree],
     ) -> list[PyTree]:
-        if ahead is None:
-            return whole(numbers, grads, leaves)
-        (leaf,) = leaves
-        size = jax.tree.leaves(grads)[0].size
-        if _triton.can_address(leaf, _BLOCK) and size % _BLOCK == 0:
-            return launch(numbers, grads, leaves, like=like, ahead=ahead)
-        # A device may have other layers only.
-        layer, last = -ahead[0], len(ahead) - 1
-        is_here = (layer >= 0) & (layer <= last)
-        layer = jnp.clip(layer, 0, last)
-        numbers = numbers.at[:, 0].multiply(is_here.astype(numbers.dtype))
-        (new,) = whole(numbers, grads, [layer_of(leaf, layer)])
-        return [_with_layer(leaf, layer, new)]
-
-    def whole(
-        numbers: Array, grads: Sequence[PyTree], leaves: Sequence[PyTree]
-    ) -> list[PyTree]:
         alike: dict[tuple[int, ...], list[int]] = {}
         for index, leaf in enumerate(leaves):  # shards of equal arrays may differ
             alike.setdefault(leaf.param.shape, []).append(index)
         new: list[PyTree] = [None] * len(leaves)
         for indices in alike.values():
-            rows = numbers
-            if len(indices) < len(leaves):
-                rows = jnp.stack([numbers[i] for i in indices])
+            own = [numbers[i] for i in indices]
             some = [grads[i] for i in indices], [leaves[i] for i in indices]
-            if _triton.can_address(some[1][0], _BLOCK):
-                results = launch(rows, *some, like=like[: len(indices)])
+            if can_address(some[1][0], jax.tree.leaves(some[0])[0].size):
+                results = _triton.launch(
+                    body,
+                    jnp.stack(own),
+                    *some,
+                    block=_BLOCK,
+                    ahead=ahead,
+                    like=like[: len(indices)],
+                )
             else:
-                flag = rows[0, 0] != 0
-                results = plain(_Batch([row[1:] for row in rows], *some, flag, None))
+                flag, layer = own[0][0] != 0, None
+                if ahead is not None:  # a device may have other layers only
+                    flag &= jnp.any(ahead == 0)
+                    layer = jnp.clip(-ahead[0], 0, len(ahead) - 1)
+                rows = zip([row[1:] for row in own], *some, strict=True)
+                results = plain(list(rows), flag, layer)
             for index, leaf in zip(indices, results, strict=True):
                 new[index] = leaf
         return new
 
-    rule, planes = _rule(batch, body.group_size, by_layer=ahead is not None)
+    rule, planes = _rule(grads, leaves, body.group_size, by_layer=ahead is not None)
     return over_shards(
         local,
-        (numbers, ahead, list(batch.grads), list(batch.leaves)),
+        (numbers, ahead, grads, leaves),
         like=param,
         layout=functools.partial(_layout, body.group_size),
         rule=rule,
@@ -252,9 +246,7 @@ def _layout(
     group_size: int, _: PyTree, ahead: PyTree, grads: PyTree, leaves: PyTree
 ) -> PyTree:
     """Returns the shardings of what `local` of `_kernel` takes and returns."""
-    params = [
-        uncut(leaf.param.sharding, leaf.param.shape, group_size) for leaf in leaves
-    ]
+    params = [uncut(x.param.sharding, x.param.shape, group_size) for x in leaves]
     results = [_shardings(*pair) for pair in zip(params, leaves, strict=True)]
     everywhere, layers = replicated(params[0]), None
     if ahead is not None:
@@ -276,13 +268,19 @@ def _shardings(sharding: PyTree, leaf: PyTree) -> PyTree:
     )
 
 
-def _rule(batch: _Batch, group_size: int, *, by_layer: bool) -> tuple[str, set[str]]:
+def _rule(
+    grads: Sequence[PyTree],
+    leaves: Sequence[PyTree],
+    group_size: int,
+    *,
+    by_layer: bool,
+) -> tuple[str, set[str]]:
     """Returns which axes belong together, as Shardy writes it, and the axes of planes.
 
     A matrix with groups is `a0 (a1 group)`, its scales are `a0 a1`, and either may have
     planes before. By layer, the gradient lacks the first axis, which `ahead` has.
     """
-    leaves, planes = batch.leaves, set[str]()
+    planes = set[str]()
 
     def axes_of(number: int, x: Array, first: int = 0) -> str:
         param = leaves[number].param
@@ -294,16 +292,12 @@ def _rule(batch: _Batch, group_size: int, *, by_layer: bool) -> tuple[str, set[s
             planes.add(axes[0])
         return " ".join(axes[first:])
 
-    ahead = ["leaf0axis0"] if by_layer else []
-    grads = [
-        axes_of(i, leaf.param, int(by_layer))
-        for i, leaf in enumerate(leaves)
-        for _ in jax.tree.leaves(batch.grads[i])
-    ]
-    results = [
-        axes_of(i, x) for i, leaf in enumerate(leaves) for x in jax.tree.leaves(leaf)
-    ]
-    operands = ["rows numbers", *ahead, *grads, *results]
+    operands, results = ["rows numbers", *["leaf0axis0"] * by_layer], list[str]()
+    for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)):
+        axes = axes_of(i, leaf.param, int(by_layer))
+        operands += [axes] * len(jax.tree.leaves(grad))
+        results += [axes_of(i, x) for x in jax.tree.leaves(leaf)]
+    operands += results
     return f"{', '.join(operands)} -> {', '.join(results)}", planes
 
 
@@ -332,13 +326,13 @@ def run_plain(
     old = jax.tree.map(planes, leaf)
     grad = jax.tree.map(lambda x: group(sharded_as(x, leaf.param)), grad)
     if cut:
-        new = step(grad, old, block=_CutBlock(group_size))
+        new = step(grad, old, block=FlatBlock(group_size))
     elif group_size and leaf.param.size >= _TWO_PASSES:
-        first = _FirstPass()
-        step(grad, old, block=first)
+        maxima = _Maxima()
+        step(grad, old, block=maxima)
         # Without the barrier XLA merges what it can of the second pass into the first.
-        grad, peaks = lax.optimization_barrier((grad, first.peaks))
-        new = step(grad, old, block=_SecondPass(peaks))
+        grad, known = lax.optimization_barrier((grad, maxima.found))
+        new = step(grad, old, block=_Maxima(known))
     else:
         new = step(grad, old, block=Block())
     if finite is not None:
@@ -358,40 +352,42 @@ def _like(old: Array, new: PyTree) -> Array:
     return old
 
 
-class _FirstPass(Block):
-    """Finds the maxima; all other results are discarded.
+class _Maxima(Block):
+    """Finds the maxima in a first pass and gives them, in their order, in a second one.
 
     Each thread of a GPU first takes the maximum of a few: there is less to exchange.
     """
 
-    def __init__(self) -> None:
-        self.peaks: list[Array] = []
+    def __init__(self, known: Sequence[Array] = ()) -> None:
+        self.found, self._known = list[Array](), list(known)
 
     def peak(self, x: Array) -> Array:
+        if self._known:
+            return self._known.pop(0)
         *rows, width = x.shape
         few = math.gcd(width, _NEIGHBOURS)
         x = x.reshape(*rows, width // few, few)
         x = functools.reduce(jnp.maximum, (x[..., index] for index in range(few)))
-        self.peaks.append(super().peak(x))
-        return self.peaks[-1]
+        self.found.append(super().peak(x))
+        return self.found[-1]
 
 
-class _SecondPass(Block):
-    """Replays the maxima in the order in which they were found."""
+class FlatBlock(Block):
+    """A block that keeps its shape: groups are next to each other along its last axis.
 
-    def __init__(self, peaks: Sequence[Array]) -> None:
-        self._peaks = iter(peaks)
-
-    def peak(self, x: Array) -> Array:
-        return next(self._peaks)
-
-
-class _CutBlock(FlatBlock):
-    """A whole array whose shards may end within a group.
-
-    Results are computed element by element and sharded like the inputs; only the moments
-    are gathered, to take the maxima of the groups.
+    In plain JAX it is a whole array, whose shards may end within a group. Results are
+    computed element by element and sharded like the inputs; only the moments are gathered,
+    to take the maxima of the groups.
     """
 
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
     def peak(self, x: Array) -> Array:
-        return super().peak(whole_groups(x, self._group_size))
+        x = whole_groups(x, self._group_size)
+        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
+
+    def spread(self, per_group: Array) -> Array:
+        *rows, groups = per_group.shape
+        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
+        return each.reshape(*rows, groups * self._group_size)

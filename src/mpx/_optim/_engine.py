@@ -1,7 +1,7 @@
 """The compressed optimizers: interface and engine."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +11,11 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import PyTree
 
+from mpx._casting._policy import cast_params
 from mpx._casting._select import Selectors
 from mpx._jax._arguments import refuse_result
 from mpx._jax._compat import undifferentiable
-from mpx._jax._tree import LeafName, as_flag, dtype_of
+from mpx._jax._tree import as_flag, dtype_of
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._muon import Matrices, muon_rules, run
 from mpx._optim._options import (
@@ -26,11 +27,6 @@ from mpx._optim._options import (
     Mask,
     ParamGroup,
     as_scalar,
-    cast_params,
-    check_groups_match,
-    check_has_params,
-    decays,
-    flatten_params,
     group_of,
     is_trainable,
 )
@@ -39,7 +35,6 @@ from mpx._optim._state import (
     FlashState,
     Stepped,
     check_packed,
-    check_state,
     leaves_of,
     make_state,
     put_masters,
@@ -50,7 +45,7 @@ from mpx._optim._update_rules import Muon, Rule
 from mpx._quant._codecs import dither_of
 from mpx._scaling._update import check_grad, transforms_after
 
-_DEFAULT = Compression()
+_NO_DECAY = {"weight_decay": 0.0}
 
 
 class FlashOptimizer(optax.GradientTransformationExtraArgs):
@@ -100,7 +95,7 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
             True
         """
         low = cast_params(params, dtype, keep)
-        flat, state = flatten_params(low), core_of(self).init(low)
+        flat, state = FlatParams.of(low), core_of(self).init(low)
         # Those that had 16 bits before keep the masters that `init` gave them.
         weights = [
             None if dtype_of(old) == dtype_of(new) else old
@@ -131,17 +126,35 @@ class FlashOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
             ValueError: If gradients or state do not fit the parameters.
         """
-        return core_of(self).step(params, state, grads, finite, grad_scale)
+        core, flat = core_of(self), FlatParams.of(params)
+        flag = None if finite is None else as_flag(finite, "finite")
+        refuse_result(grads)
+        step = Step(core, flat, state, grad_scale)
+        jobs: dict[int, _kernels.Job] = {}
+        for index, grad in enumerate(flat.like(grads, "The gradients")):
+            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
+            if has_grad and (job := step.job(index)) is not None:
+                check_grad(job.name, job.leaf.param, grad)
+                jobs[index] = job._replace(grad=jnp.asarray(grad))
+        if not jobs and any(map(step.job, range(len(flat.leaves)))):
+            raise ValueError(
+                "None of the parameters has a gradient, so the step would move nothing, "
+                "but count. Pass the gradients as a tree like the parameters, with None "
+                "only where a parameter must not change."
+            )
+        done = run(_guarded(jobs), finite=flag, backend=core.backend)
+        return step.result(dict(zip(jobs, done, strict=True)), flag)
 
 
 # --- the engine -----------------------------------------------------------------------
 
 
 class Method(NamedTuple):
-    """A rule and its hyperparameters."""
+    """How one parameter steps, and how its state is stored: `None` if it does not train."""
 
     rule: Rule
     hyper: Mapping[str, Hyper]
+    compression: Compression | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +163,7 @@ class Core:
 
     Attributes:
         matrices: For Muon: which axes of each parameter are those of a matrix.
-        others: For Muon: how parameters that are no matrices step.
+        others: For Muon: the optimizer of parameters that are no matrices.
     """
 
     rule: Rule
@@ -160,53 +173,72 @@ class Core:
     compression: Compression
     backend: _kernels.Backend
     matrices: Matrices = None
-    others: Method | None = None
+    others: "Core | None" = None
+
+    @property
+    def optimizer(self) -> FlashOptimizer:
+        methods: Any = self.init, self.update  # optax's types allow for no other states
+        return FlashOptimizer(*methods)
 
     @property
     def moments(self) -> tuple[str, ...]:
         """The moments of the parameters that have most of them."""
         cores = [core_of(x.optimizer) for x in self.groups if x.optimizer is not None]
-        rules = [self.rule, *(self.others or ())[:1], *(core.rule for core in cores)]
-        return max((rule.moments for rule in rules), key=len)
+        cores += [self] if self.others is None else [self, self.others]
+        return max((core.rule.moments for core in cores), key=len)
 
-    def methods(self, flat: FlatParams) -> list[Method]:
+    def methods(self, flat: FlatParams, mask: Mask = None) -> list[Method]:
         """Returns how each parameter steps."""
-        own = Method(self.rule, self.hyper)
-        found = [own] * len(flat.leaves)
+        rules: Sequence[Rule | None] = [self.rule] * len(flat.leaves)
         if isinstance(self.rule, Muon):
             rules = muon_rules(self.rule, self.matrices, flat)
-            others = self.others or own
-            found = [others if x is None else own._replace(rule=x) for x in rules]
-        for index, pair in enumerate(zip(flat.names, flat.leaves, strict=True)):
-            group = group_of(self.groups, *pair)
-            if group is not None and group.optimizer is not None:
-                core = core_of(group.optimizer)
-                found[index] = Method(core.rule, core.hyper)
+        found, decays = list[Method](), flat.decays(mask)
+        for name, x, rule, decay in zip(*flat[:2], rules, decays, strict=True):
+            group = group_of(self.groups, name, x)
+            core: Any = self if rule is not None else self.others
+            if group.optimizer is not None:
+                core, rule = core_of(group.optimizer), None
+            hyper = {**core.hyper, **group.hyper, **({} if decay else _NO_DECAY)}
+            trains = not group.frozen and is_trainable(name, x)
+            compression = (group.compression or self.compression) if trains else None
+            found.append(Method(rule or core.rule, hyper, compression))
         return found
+
+    def check(self, state: object) -> None:
+        """Raises if a state is none, or that of another optimizer."""
+        if not isinstance(state, FlashState):
+            raise TypeError(
+                "A compressed optimizer expected the FlashState from `init(params)` or "
+                f"from its last step; got {type(state).__name__}. In a larger optax state "
+                "it is one of the members."
+            )
+        made = state.kind, state.format, state.moments
+        needed = self.rule.kind, self.compression.format, self.moments
+        if made != needed:
+            came, own = (
+                f"of the kind {kind!r}, in the format {format!r}, with "
+                f"{' and '.join(moments) or 'no moments'}"
+                for kind, format, moments in (made, needed)
+            )
+            raise ValueError(
+                f"The state is that of another optimizer: {came}, but this one is {own}. "
+                "Make the state with its own `init(params)`; the format is an option of "
+                "`Compression`."
+            )
 
     def init(self, params: PyTree) -> FlashState:
         register_with_flax()
-        flat = flatten_params(params)
-        check_has_params(flat)
-        check_groups_match(self.groups, flat)
-        leaves, methods = [], self.methods(flat)
-        for name, param, (rule, _) in zip(
-            flat.names, flat.leaves, methods, strict=True
-        ):
-            _, stored = self.options(name, param)
-            packed = stored and first_state(name, param, rule.moments, stored)
-            leaves.append(PackedLeaf(param, packed))
+        flat = FlatParams.of(params)
+        flat.check()
+        flat.check_groups(self.groups)
+        leaves = [
+            PackedLeaf(x, stored and first_state(name, x, rule.moments, stored))
+            for name, x, (rule, _, stored) in zip(
+                flat.names, flat.leaves, self.methods(flat), strict=True
+            )
+        ]
         format, kind = self.compression.format, self.rule.kind
         return make_state(kind, format, self.moments, leaves, flat.bare)
-
-    def options(
-        self, name: LeafName, param: PyTree
-    ) -> tuple[ParamGroup | None, Compression | None]:
-        """Returns the group of a leaf, and its storage: `None` if it does not train."""
-        group = group_of(self.groups, name, param)
-        if (group is not None and group.frozen) or not is_trainable(name, param):
-            return group, None
-        return group, (group and group.compression) or self.compression
 
     def update(
         self,
@@ -223,7 +255,7 @@ class Core:
                 "A compressed optimizer needs the parameters: call "
                 "`update(grads, state, params)`."
             )
-        flat = flatten_params(params)
+        flat = FlatParams.of(params)
         is_rounded = any(dtype_of(x) in PARAM_DTYPES[1:] for x in flat.leaves)
         if is_rounded and (later := transforms_after()):
             raise ValueError(
@@ -233,40 +265,15 @@ class Core:
                 "and may not move at all. Put what changes gradients before it, and the "
                 "factor of a learning rate or schedule into `learning_rate`."
             )
-        new, state = self.step(params, state, updates, finite, grad_scale)
-        grads, after = flat.like(updates, "The gradients"), flatten_params(new).leaves
+        new, state = self.optimizer.step(
+            params, state, updates, finite=finite, grad_scale=grad_scale
+        )
+        grads, after = flat.like(updates, "The gradients"), FlatParams.of(new).leaves
         deltas = [
             None if grad is None else _difference(*pair)
             for grad, *pair in zip(grads, after, flat.leaves, strict=True)
         ]
         return flat.treedef.unflatten(deltas), state
-
-    def step(
-        self,
-        params: PyTree,
-        state: FlashState,
-        grads: PyTree,
-        finite: ArrayLike | None,
-        grad_scale: ArrayLike,
-    ) -> Stepped:
-        flat = flatten_params(params)
-        flag = None if finite is None else as_flag(finite, "finite")
-        refuse_result(grads)
-        step = Step(self, flat, state, grad_scale)
-        jobs: dict[int, _kernels.Job] = {}
-        for index, grad in enumerate(flat.like(grads, "The gradients")):
-            has_grad = grad is not None and dtype_of(grad) != jax.dtypes.float0
-            if has_grad and (job := step.job(index)) is not None:
-                check_grad(job.name, job.leaf.param, grad)
-                jobs[index] = job._replace(grad=jnp.asarray(grad))
-        if not jobs and any(step.job(i) for i in range(len(flat.leaves))):
-            raise ValueError(
-                "None of the parameters has a gradient, so the step would move nothing, "
-                "but count. Pass the gradients as a tree like the parameters, with None "
-                "only where a parameter must not change."
-            )
-        done = run(_guarded(jobs), finite=flag, backend=self.backend)
-        return step.result(dict(zip(jobs, done, strict=True)), flag)
 
 
 class Step:
@@ -275,39 +282,34 @@ class Step:
     def __init__(
         self, core: Core, flat: FlatParams, state: FlashState, grad_scale: ArrayLike
     ) -> None:
-        check_has_params(flat)
-        check_state(state, core.rule.kind, core.moments, core.compression)
-        self._core, self._flat, self._state = core, flat, state
+        flat.check()
+        core.check(state)
+        self._flat, self._state = flat, state
         self._scale = as_scalar("grad_scale", grad_scale)
         self._leaves = leaves_of(flat, state)
-        self._decays, self._methods = decays(core.mask, flat), core.methods(flat)
-        self._known: dict[tuple[int, str, bool], Array] = {}
+        self._methods = core.methods(flat, core.mask)
+        self._known: dict[PyTree, Array] = {}
 
-    def scalars(self, method: Method, group: ParamGroup | None, decays: bool) -> Array:
+    def scalars(self, rule: Rule, hyper: Mapping[str, Hyper]) -> Array:
         """Returns the scalars of a `LeafStep` in one f32 array, computed once."""
-        rule, count = method.rule, self._state.count
-        key = (id(group), rule.kind, decays)
+        count, key = self._state.count, (rule, *map(id, hyper.values()))
         if key not in self._known:
-            hyper = {**method.hyper, **(group.hyper if group else {})}
-            if not decays:
-                hyper["weight_decay"] = 0.0
-            given = ((name, hyper[name]) for name in rule.hyper)
-            values = {k: as_scalar(k, x(count) if callable(x) else x) for k, x in given}
+            given = {k: x(count) if callable(x) else x for k, x in hyper.items()}
+            now = {k: as_scalar(k, x) for k, x in given.items()}
             # As in the state: the largest int32 plus one would be negative.
             step = jnp.asarray(optax.safe_increment(count))
-            numbers = rule.coefficients(values, step.astype(jnp.float32))
+            numbers = rule.coefficients(now, step.astype(jnp.float32))
             self._known[key] = jnp.stack([self._scale, *dither_of(step), *numbers])
         return self._known[key]
 
     def job(self, index: int) -> _kernels.Job | None:
         """Returns the step of one leaf without its gradient; `None` if it does not train."""
-        name, stored, packing = leaf = self._leaves[index]
-        param = stored.param
-        group, compression = self._core.options(name, param)
+        name, leaf = self._flat.names[index], self._leaves[index]
+        rule, hyper, compression = self._methods[index]
         if compression is None:
             return None
-        method = self._methods[index]
-        group_size = check_packed(leaf, method.rule.moments)
+        format, param = self._state.format, leaf.param
+        packing = check_packed(name, leaf, moments=rule.moments, format=format)
         if packing.correction is None and compression.correction_dtype(param):
             raise ValueError(
                 f"`{name}` is {param.dtype}, but `state.correction` has nothing for "
@@ -316,10 +318,9 @@ class Step:
                 "`Compression(master_bits=None)`."
             )
         # FlashOptim rounds to nearest.
-        dithers = self._state.format == "mpx" and compression.rounding == "dithered"
-        body = LeafStep(method.rule, packing, group_size, dithers)
-        scalars = self.scalars(method, group, self._decays[index])
-        return _kernels.Job(name, body, scalars, None, stored)
+        dithers = format == "mpx" and compression.rounding == "dithered"
+        body = LeafStep(rule, packing, dithers)
+        return _kernels.Job(name, body, self.scalars(rule, hyper), None, leaf)
 
     def result(
         self, stepped: Mapping[int, PackedLeaf], finite: Array | None
@@ -328,7 +329,7 @@ class Step:
         old = self._state
         count = jnp.asarray(optax.safe_increment(old.count))
         count = count if finite is None else jnp.where(finite, count, old.count)
-        new = (stepped.get(i, leaf.stored) for i, leaf in enumerate(self._leaves))
+        new = (stepped.get(i, leaf) for i, leaf in enumerate(self._leaves))
         return with_leaves(self._flat, dataclasses.replace(old, count=count), new)
 
 

@@ -14,15 +14,9 @@ from jaxtyping import PyTree
 from mpx._jax._sharding import one_device_each, one_stack, sharded_as
 from mpx._jax._tree import dtype_of, shape_of
 from mpx._kernels import _dispatch as _kernels
-from mpx._optim._options import (
-    F32,
-    PARAM_DTYPES,
-    FlatParams,
-    for_each,
-    made_from,
-)
+from mpx._optim._options import F32, PARAM_DTYPES, FlatParams
 from mpx._optim._packing import LeafStep, decode_moment
-from mpx._optim._update_rules import Muon, NewtonSchulz
+from mpx._optim._update_rules import Muon
 
 _FP8 = np.dtype(jnp.float8_e4m3fn)
 Matrices = PyTree | Callable[[PyTree], PyTree] | None
@@ -38,8 +32,7 @@ def muon_rules(rule: Muon, matrices: Matrices, flat: FlatParams) -> list[Muon | 
         ((0,), (1,)) if len(shape_of(x)) == 2 else None for x in flat.leaves
     ]
     if matrices is not None:
-        tree = made_from(matrices, flat, _is_axes)
-        found = for_each(tree, flat, "`matrices`", lambda x: x is None or _is_axes(x))
+        found = flat.each(matrices, "`matrices`", _is_axes)
 
     def own(name: str, leaf: PyTree, axes: Any) -> Muon | None:
         if axes is None or dtype_of(leaf) not in PARAM_DTYPES:
@@ -78,17 +71,16 @@ def run(
 ) -> list[PyTree]:
     """Runs steps; matrices that Muon steps get the direction beside their gradient."""
     jobs, stacks = list(jobs), dict[int, Array]()
-    alike: dict[tuple[NewtonSchulz, tuple[int, ...]], list[int]] = {}
+    alike: dict[tuple[int, ...], list[int]] = {}
     rules = {index: rule for index, job in enumerate(jobs) if (rule := _rule(job))}
     for index, rule in rules.items():
         job, leaf = jobs[index], jobs[index].leaf
         if job.layer is not None:
             leaf = _kernels.layer_of(leaf, job.layer)
         stacks[index] = _stack(job.scalars, job.grad, leaf, rule=rule, body=job.body)
-        key = rule.newton_schulz, stacks[index].shape[1:]
-        alike.setdefault(key, []).append(index)
-    for (options, _), indices in alike.items():
-        func = functools.partial(newton_schulz, options=options)
+        alike.setdefault(stacks[index].shape[1:], []).append(index)
+    for indices in alike.values():
+        func = functools.partial(newton_schulz, rule=rules[indices[0]])
         call = _kernels.plain_under_vmap(
             functools.partial(one_device_each, func), functools.partial(one_stack, func)
         )
@@ -122,21 +114,21 @@ def _stack(
     scalars: Array, grad: Array, leaf: PyTree, *, rule: Muon, body: LeafStep
 ) -> Array:
     """Returns the matrices of a leaf that are to be orthogonalised: (count, rows, columns)."""
-    (moment,) = body.packing.view(leaf.packed).moments
+    moment = leaf.packed.numbers()["mu"]
     grad_scale, _, _, *coefficients = scalars
     scaled = sharded_as(grad, leaf.param).astype(F32) * grad_scale
     mu = decode_moment("mu", moment, body.packing.format)
     direction = rule.direction(tuple(coefficients), scaled, mu)
-    return rule.as_stack(direction.astype(rule.newton_schulz.stored))
+    return rule.as_stack(direction.astype(rule.stored))
 
 
-def newton_schulz(x: Array, options: NewtonSchulz) -> Array:
+def newton_schulz(x: Array, rule: Muon) -> Array:
     """Orthogonalises matrices (count, rows, columns): their singular values become about 1.
 
-    Norms are computed in f32 and matmuls in `options.dtype`; for fp8 with a scale a matrix.
+    Norms are computed in f32 and matmuls in `rule.dtype`; for fp8 with a scale a matrix.
     """
     rows, columns = x.shape[1:]
-    product = _fp8_product if options.dtype == _FP8 else jnp.matmul
+    product = _fp8_product if rule.dtype == _FP8 else jnp.matmul
     tall = rows > columns
     x = (x.mT if tall else x).astype(F32)
     # The square of a number above 2⁶⁴ would be infinite.
@@ -144,13 +136,13 @@ def newton_schulz(x: Array, options: NewtonSchulz) -> Array:
     peak = jnp.where(peak == 0, 1.0, peak)
     x = x / peak
     norm = jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True))
-    x = (x / (norm + options.eps / peak)).astype(options.stored)
+    x = (x / (norm + rule.eps / peak)).astype(rule.stored)
 
     # In f32: the coefficients, rounded to bf16, would be those of another polynomial.
     def plus(a: float, x: Array, b: float, y: Array) -> Array:
         return (a * x.astype(F32) + b * y.astype(F32)).astype(x.dtype)
 
-    for a, b, c in options.coefficients:
+    for a, b, c in rule.newton_schulz:
         square = product(x, x.mT)
         # `square` is symmetric; its transpose saves fp8 a copy.
         factor = plus(b, square, c, product(square, square.mT))

@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, PyTree
 
 from mpx._casting._cast import own_buffer
+from mpx._casting._policy import cast_params
 from mpx._casting._select import Selectors
 from mpx._jax._formats import parse_float_dtype
 from mpx._jax._tree import (
@@ -20,10 +21,10 @@ from mpx._jax._tree import (
     map_with_name,
     select_tree,
 )
-from mpx._optim._options import cast_params
 from mpx._scaling._update import (
     apply_updates,
     check_transformation,
+    rebuilt,
     stays_finite,
     together,
 )
@@ -88,7 +89,7 @@ def skip_nonfinite(
             )
         finite = all_finite(updates)
         updates, inner = optimizer.update(
-            updates, state.inner_state, params, **extra_args
+            updates, rebuilt(state.inner_state), params, **extra_args
         )
         finite &= all_finite(updates)
         finite &= stays_finite(state.inner_state, inner, updates)

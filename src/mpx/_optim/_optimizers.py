@@ -1,6 +1,6 @@
 """The compressed optimizers by name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,18 +9,10 @@ from jax.typing import DTypeLike
 
 from mpx._jax._arguments import as_count, check_choice, check_value
 from mpx._kernels import _dispatch as _kernels
-from mpx._optim._engine import Core, FlashOptimizer, Method, core_of
+from mpx._optim._engine import Core, FlashOptimizer, core_of
 from mpx._optim._muon import Matrices
-from mpx._optim._options import (
-    Compression,
-    Hyper,
-    Mask,
-    ParamGroup,
-    as_groups,
-    check_compression,
-    check_hyper,
-)
-from mpx._optim._update_rules import Adam, Lion, Muon, NewtonSchulz, Rule, Sgd
+from mpx._optim._options import Compression, Hyper, Mask, ParamGroup, check_hyper
+from mpx._optim._update_rules import Adam, Lion, Muon, Rule, Sgd
 
 _DEFAULT = Compression()
 
@@ -33,41 +25,75 @@ def _build(
     compression: Compression,
     backend: _kernels.Backend,
     matrices: Matrices = None,
-    others: Method | None = None,
+    others: Core | None = None,
     **hyper: Hyper,
 ) -> FlashOptimizer:
-    check_compression("`compression`", compression)
+    _check_compression("`compression`", compression)
     check_choice(backend, "backend", _kernels.BACKENDS)
-    groups = as_groups(groups, rule, compression, others and others.rule)
-    for group in groups:
-        _check_optimizer(group)
-    for values in (hyper, *(group.hyper for group in groups)):
-        check_hyper(values)
-    core = Core(rule, hyper, mask, groups, compression, backend, matrices, others)
-    methods: Any = core.init, core.update  # optax's types allow for no other states
-    return FlashOptimizer(*methods)
+    check_hyper(hyper)
+    members = tuple(groups) if isinstance(groups, Iterable) else (groups,)
+    for group in members:
+        if not isinstance(groups, Iterable) or not isinstance(group, ParamGroup):
+            raise TypeError(
+                "`groups` must be a sequence of `ParamGroup`s, such as "
+                f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
+            )
+    core = Core(rule, hyper, mask, members, compression, backend, matrices, others)
+    for group in members:
+        _check_group(group, core)
+    return core.optimizer
 
 
-def _check_optimizer(group: ParamGroup) -> None:
+def _check_group(group: ParamGroup, core: Core) -> None:
+    """Raises if an optimizer does not have the options of a group."""
+    where = f"of the group {group.where!r}"
+    if group.optimizer is not None:
+        _check_optimizer(group, where)
+    names = {name for one in (core, core.others) if one for name in one.hyper}
+    if not core.rule.moments:  # `momentum=0.0` on the optimizer keeps one
+        names -= {"momentum", "dampening"}
+    if unknown := sorted(set(group.hyper) - names):
+        raise ValueError(
+            f"The group {group.where!r} sets {unknown}, but this optimizer has only "
+            f"{sorted(names)}."
+        )
+    check_hyper(group.hyper)
+    own = core.compression if group.compression is None else group.compression
+    _check_compression(f"`compression` {where}", own)
+    if own.format != core.compression.format:
+        raise ValueError(
+            f"The group {group.where!r} has the format {own.format!r}, but the others "
+            f"have {core.compression.format!r}; there is one for all."
+        )
+
+
+def _check_optimizer(group: ParamGroup, where: str) -> None:
     """Raises if the optimizer of a group has more than a rule and hyperparameters."""
-    if group.optimizer is None:
-        return
+    if group.hyper or group.frozen:
+        raise ValueError(
+            f"The group {group.where!r} has an `optimizer`, and `hyper` or `frozen` "
+            "beside it. Give the hyperparameters to that optimizer."
+        )
     if not isinstance(group.optimizer, FlashOptimizer):
         raise TypeError(
-            f"The `optimizer` of the group {group.where!r} must be a compressed one, such as "
+            f"The `optimizer` {where} must be a compressed one, such as "
             f"`mpx.optim.flash_adamw(3e-4)`, but {type(group.optimizer).__name__} was given."
         )
     core = core_of(group.optimizer)
-    if (
-        core.groups
-        or core.mask is not None
-        or core.compression != _DEFAULT
-        or core.others
-    ):
+    given = core.mask, core.groups, core.compression, core.others
+    if given != (None, (), _DEFAULT, None):
         raise ValueError(
-            f"The `optimizer` of the group {group.where!r} must have no `mask`, `groups` or "
-            "`compression` and not be `flash_muon`: those of the whole optimizer, and the "
-            "`compression` of the group, hold."
+            f"The `optimizer` {where} must have no `mask`, `groups` or `compression` and "
+            "not be `flash_muon`: those of the whole optimizer, and the `compression` of "
+            "the group, hold."
+        )
+
+
+def _check_compression(what: str, compression: object) -> None:
+    if not isinstance(compression, Compression):
+        raise TypeError(
+            f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
+            "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
         )
 
 
@@ -301,19 +327,15 @@ def flash_muon(  # noqa: PLR0913 (options are keywords)
     rows = np.asarray(ns_coeffs, np.float64)
     if rows.shape == (3,):
         rows = np.tile(rows, (as_count(ns_steps, "ns_steps", 1), 1))
-    if rows.ndim != 2 or rows.shape[1] != 3 or not np.isfinite(rows).all():
-        raise ValueError(
-            "`ns_coeffs` must be three numbers, or three for each step, but "
-            f"{ns_coeffs!r} was given."
-        )
+    fits = rows.ndim == 2 and rows.shape[1] == 3 and bool(np.isfinite(rows).all())
+    check_value(fits, "ns_coeffs", "three numbers, or three for each step", ns_coeffs)
     check_value(0 < eps < np.inf, "eps", "a positive number", eps)
     check_value(
         rms is None or 0 < rms < np.inf, "consistent_rms", "positive or None", rms
     )
     coefficients = tuple((float(a), float(b), float(c)) for a, b, c in rows)
-    adamw = core_of(flash_adamw(learning_rate, weight_decay=0.0))
     return _build(
-        Muon(nesterov, NewtonSchulz(coefficients, dtype, float(eps)), rms),
+        Muon(nesterov, coefficients, dtype, float(eps), rms),
         learning_rate=learning_rate,
         beta=beta,
         weight_decay=weight_decay,
@@ -322,5 +344,5 @@ def flash_muon(  # noqa: PLR0913 (options are keywords)
         compression=compression,
         backend=backend,
         matrices=matrices,
-        others=Method(adamw.rule, adamw.hyper),
+        others=core_of(flash_adamw(learning_rate, weight_decay=0.0)),
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PyTree
 
-from mpx._casting._cast import cast_state_leaf, map_floating
 from mpx._casting._keep import is_state
 from mpx._casting._select import (
-    Matcher,
     Selector,
     Selectors,
     matches,
@@ -25,25 +23,24 @@ from mpx._casting._select import (
 )
 from mpx._jax._arguments import as_count, check_bool, check_choice, check_value
 from mpx._jax._compat import is_tracer
-from mpx._jax._formats import parse_float_dtype
 from mpx._jax._nnx import without_variables
 from mpx._jax._tree import (
     LeafName,
-    cast_leaf,
     dtype_of,
     flatten_with_names,
     is_none,
-    named_leaves,
     path_name,
     shape_of,
 )
-from mpx._optim._update_rules import Rule
 
 StateFormat = Literal["mpx", "flashoptim"]
 Hyper = float | Array | Callable[[Array], ArrayLike]
 """A number, an array, or a schedule: a function of the step count."""
 Mask = PyTree | Callable[[PyTree], PyTree] | None
-"""Which parameters decay: a tree of booleans, or a function of the parameters."""
+"""Which parameters decay: a tree of booleans, or a function of the parameters.
+
+A boolean may stand for a part of the tree, and `None` for one that does not decay.
+"""
 TreeDef = Any  # `jax.tree_util.PyTreeDef`, which type checkers take for a variable
 F32 = np.dtype(jnp.float32)
 PARAM_DTYPES = (F32, np.dtype(jnp.bfloat16), np.dtype(jnp.float16))
@@ -60,6 +57,44 @@ class FlatParams(NamedTuple):
     leaves: list[PyTree]
     treedef: TreeDef
     bare: TreeDef
+
+    @classmethod
+    def of(cls, params: PyTree) -> "FlatParams":
+        """Flattens parameters."""
+        named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
+        # The types of variables of NNX tell parameters from running statistics.
+        typed, treedef = flatten_with_names(params, is_leaf=is_none)
+        pairs = zip(named, typed, strict=True)
+        names = [LeafName(name, full.types) for (name, _), (full, _) in pairs]
+        return cls(names, [leaf for _, leaf in named], treedef, bare)
+
+    def check(self) -> None:
+        """Raises if there are leaves, but none that could train."""
+        leaves = [x for x in self.leaves if x is not None]
+        if leaves and not any(map(_is_inexact, leaves)):
+            pairs = zip(self.names, self.leaves, strict=True)
+            came = [f"{name}: {dtype_of(x) or type(x).__name__}" for name, x in pairs]
+            raise ValueError(
+                "A compressed optimizer expected parameters, which are floating arrays, "
+                f"but the tree has none: it holds {came[:8]}{' …' if came[8:] else ''}. "
+                "Was the wrong part of the model passed?"
+            )
+
+    def check_groups(self, groups: Sequence["ParamGroup"]) -> None:
+        """Raises if a group, or one of its selectors, holds for no parameter."""
+        pairs = list(zip(self.names, self.leaves, strict=True))
+        in_force = [id(group_of(groups, *pair)) for pair in pairs]
+        for group in groups:
+            for selector in parse_selectors(group.where, "where"):
+                if not any(_selects(selector, *pair) for pair in pairs):
+                    raise selects_nothing(selector, "where", self.names)
+            if id(group) not in in_force:
+                name = next(name for name, leaf in pairs if group.matches(name, leaf))
+                raise ValueError(
+                    f"The group {group.where!r} holds for no parameter: `{name}` and all "
+                    "others belong to earlier groups, and the first group that matches "
+                    "holds. Put it before."
+                )
 
     def like(self, tree: PyTree, what: str) -> list[PyTree]:
         """Returns what another tree holds in the place of each parameter."""
@@ -83,121 +118,63 @@ class FlatParams(NamedTuple):
                 f"{what} must have the structure of the parameters, but {difference}."
             ) from error
 
+    def each(
+        self, tree: PyTree, what: str, is_value: Callable[[object], bool]
+    ) -> list[PyTree]:
+        """Returns the value or `None` of each parameter, in a tree that may end early.
 
-def flatten_params(params: PyTree) -> FlatParams:
-    treedef = jax.tree.structure(params, is_leaf=is_none)
-    named, bare = flatten_with_names(without_variables(params), is_leaf=is_none)
-    leaves = [leaf for _, leaf in named]
-    # The types of variables of NNX tell parameters from running statistics.
-    typed = flatten_with_names(params, is_leaf=is_none)[0]
-    pairs = zip(named, typed, strict=True)
-    names = [LeafName(name, full.types) for (name, _), (full, _) in pairs]
-    return FlatParams(names, leaves, treedef, bare)
+        Instead of a tree it may be a function that makes one from the parameters.
+        """
+        params = self.treedef.unflatten(self.leaves)
+        values = jax.tree.leaves(tree, is_leaf=is_value)
+        # A module that holds such values may be callable.
+        if callable(tree) and not (values and all(map(is_value, values))):
+            tree = tree(params)
+        is_leaf = lambda x: x is None or is_value(x)  # noqa: E731
+        try:
+            full = jax.tree.broadcast(tree, params, is_leaf=is_leaf)
+            return self.treedef.flatten_up_to(full)
+        except ValueError as error:
+            raise ValueError(
+                f"{what} must have the structure of the parameters or be the beginning of "
+                "it, but some of its nodes are of another type or size."
+            ) from error
 
-
-def cast_params(params: PyTree, dtype: DTypeLike, keep: Selectors) -> PyTree:
-    """Casts the parameters of a model, except what `keep` selects and running statistics."""
-    kept = Matcher(parse_selectors(keep, "keep"), "keep")
-    target = parse_float_dtype(dtype)
-
-    def cast(name: LeafName, leaf: PyTree) -> PyTree:
-        if kept.find(name, leaf) is not None:
-            return leaf
-        return (cast_state_leaf if is_state(name) else cast_leaf)(leaf, target)
-
-    low = map_floating(cast, params)
-    kept.check()
-    return low
+    def decays(self, mask: Mask) -> list[bool]:
+        """Returns for each parameter whether it decays: all do if `mask` is `None`."""
+        if mask is None:
+            return [True] * len(self.leaves)
+        flags = self.each(mask, "`mask`", _is_flag)
+        wrong = [
+            f"`{name}`: {dtype_of(x) or type(x).__name__}"
+            for name, x in zip(self.names, flags, strict=True)
+            if not (x is None or _is_flag(x))
+        ]
+        if wrong or (callable(mask) and flags and set(flags) == {None}):
+            raise TypeError(
+                "`mask` must be a tree of True and False, or a function of the parameters "
+                f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use "
+                "shapes, dtypes or paths, which are known when the step is traced."
+            )
+        return list(map(bool, flags))
 
 
 def is_trainable(name: LeafName, param: PyTree) -> bool:
     """Returns whether a leaf is a parameter, not one of running statistics."""
-    dtype = dtype_of(param)
-    if is_state(name):
+    if is_state(name) or not _is_inexact(param):
         return False
-    if dtype in PARAM_DTYPES:
-        return True
-    if _is_inexact(param):
+    if dtype_of(param) not in PARAM_DTYPES:
         raise TypeError(
-            f"`{name}` is {dtype}, but compressed optimizers hold weights in f32, bf16 or "
-            "f16. Hold it in one of these (a complex parameter as two, its real and its "
-            "imaginary part), or freeze it with `ParamGroup(path, frozen=True)`."
+            f"`{name}` is {dtype_of(param)}, but compressed optimizers hold weights in f32, "
+            "bf16 or f16. Hold it in one of these (a complex parameter as two, its real and "
+            "its imaginary part), or freeze it with `ParamGroup(path, frozen=True)`."
         )
-    return False
-
-
-def check_has_params(flat: FlatParams) -> None:
-    """Raises if a tree has leaves, but none that could train."""
-    leaves = [x for x in flat.leaves if x is not None]
-    if leaves and not any(map(_is_inexact, leaves)):
-        pairs = zip(flat.names, flat.leaves, strict=True)
-        came = [f"{name}: {dtype_of(x) or type(x).__name__}" for name, x in pairs]
-        raise ValueError(
-            "A compressed optimizer expected parameters, which are floating arrays, but "
-            f"the tree has none: it holds {came[:8]}{' …' if len(came) > 8 else ''}. Was "
-            "the wrong part of the model passed?"
-        )
+    return True
 
 
 def _is_inexact(leaf: object) -> bool:
     dtype = dtype_of(leaf)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def decays(mask: Mask, flat: FlatParams) -> list[bool]:
-    """Returns for each parameter whether it decays; all do if `mask` is `None`.
-
-    A boolean may stand for a part of the tree, and `None` for one that does not decay.
-    """
-    if mask is None:
-        return [True] * len(flat.leaves)
-    mask = made_from(mask, flat, _is_flag)
-    wrong = [
-        f"`{name}`: {dtype_of(leaf) or type(leaf).__name__}"
-        for name, leaf in named_leaves(mask)
-        if not _is_flag(leaf)
-    ]
-    if wrong or mask is None:
-        raise TypeError(
-            "`mask` must be a tree of True and False, or a function of the parameters "
-            f"that returns one, but it holds {', '.join(wrong[:3]) or None}. Use shapes, "
-            "dtypes or paths, which are known when the step is traced."
-        )
-    return [bool(flag) for flag in for_each(mask, flat, "`mask`")]
-
-
-def made_from(
-    tree: PyTree, flat: FlatParams, is_leaf: Callable[[object], bool]
-) -> PyTree:
-    """Returns a tree, or what a function makes of the parameters."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_leaf)
-    # A module that holds such leaves may be callable.
-    if callable(tree) and not (leaves and all(map(is_leaf, leaves))):
-        return tree(flat.treedef.unflatten(flat.leaves))
-    return tree
-
-
-def for_each(
-    tree: PyTree,
-    flat: FlatParams,
-    what: str,
-    is_leaf: Callable[[object], bool] = is_none,
-) -> list[PyTree]:
-    """Returns the leaf of each parameter in a tree like theirs, or the beginning of one."""
-    full: list[PyTree] = []
-
-    def fill(leaf: PyTree, part: PyTree) -> None:
-        full.extend([leaf] * len(jax.tree.leaves(part, is_leaf=is_none)))
-
-    try:
-        params = flat.treedef.unflatten(flat.leaves)
-        jax.tree.map(fill, tree, params, is_leaf=is_leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"{what} must have the structure of the parameters or be the beginning of it, "
-            "but some of its nodes are of another type or size."
-        ) from error
-    return full
 
 
 def _is_flag(leaf: object) -> bool:
@@ -292,7 +269,7 @@ class ParamGroup:
     """
 
     where: Selectors
-    hyper: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+    hyper: Mapping[str, PyTree] = dataclasses.field(default_factory=dict, hash=False)
     _: dataclasses.KW_ONLY
     frozen: bool = False
     compression: Compression | None = None
@@ -314,83 +291,18 @@ class ParamGroup:
         selectors = parse_selectors(self.where, "where")
         return any(_selects(selector, name, leaf) for selector in selectors)
 
-    def __hash__(self) -> int:
-        # Of the hyperparameters only the names: a value may be an array.
-        options = (self.frozen, self.compression, self.optimizer)
-        return hash((self.where, frozenset(self.hyper), options))
-
 
 def _selects(selector: Selector, name: str, leaf: object) -> bool:
     named = isinstance(selector, str | type)
     return (named or dtype_of(leaf) is not None) and matches(selector, name, leaf)
 
 
-def group_of(
-    groups: Sequence[ParamGroup], name: str, leaf: object
-) -> ParamGroup | None:
-    return next((group for group in groups if group.matches(name, leaf)), None)
+_REST = ParamGroup(())
 
 
-def check_groups_match(groups: Sequence[ParamGroup], flat: FlatParams) -> None:
-    """Raises if a group, or one of its selectors, holds for no parameter."""
-    pairs = list(zip(flat.names, flat.leaves, strict=True))
-    in_force = [id(group_of(groups, *pair)) for pair in pairs]
-    for group in groups:
-        for selector in parse_selectors(group.where, "where"):
-            if not any(_selects(selector, *pair) for pair in pairs):
-                raise selects_nothing(selector, "where", flat.names)
-        if id(group) not in in_force:
-            name = next(name for name, leaf in pairs if group.matches(name, leaf))
-            raise ValueError(
-                f"The group {group.where!r} holds for no parameter: `{name}` and all others "
-                "belong to earlier groups, and the first group that matches holds. Put it "
-                "before."
-            )
-
-
-def as_groups(
-    groups: Iterable[ParamGroup],
-    rule: Rule,
-    compression: Compression,
-    others: Rule | None = None,
-) -> tuple[ParamGroup, ...]:
-    """Returns groups as a tuple; raises if the optimizer does not have their options."""
-    members = tuple(groups) if isinstance(groups, Iterable) else (groups,)
-    for group in members:
-        if not isinstance(groups, Iterable) or not isinstance(group, ParamGroup):
-            raise TypeError(
-                "`groups` must be a sequence of `ParamGroup`s, such as "
-                f"`[ParamGroup(...)]`, but {type(group).__name__} was given."
-            )
-        names = set(rule.hyper) | set(others.hyper if others else ())
-        if group.optimizer is not None and (group.hyper or group.frozen):
-            raise ValueError(
-                f"The group {group.where!r} has an `optimizer`, and `hyper` or `frozen` "
-                "beside it. Give the hyperparameters to that optimizer."
-            )
-        if not rule.moments:  # `momentum=0.0` on the optimizer keeps one
-            names -= {"momentum", "dampening"}
-        if unknown := sorted(set(group.hyper) - names):
-            raise ValueError(
-                f"The group {group.where!r} sets {unknown}, but this optimizer has only "
-                f"{sorted(names)}."
-            )
-        own = compression if group.compression is None else group.compression
-        check_compression(f"`compression` of the group {group.where!r}", own)
-        if own.format != compression.format:
-            raise ValueError(
-                f"The group {group.where!r} has the format {own.format!r}, but the others "
-                f"have {compression.format!r}; there is one for all."
-            )
-    return members
-
-
-def check_compression(what: str, compression: object) -> None:
-    if not isinstance(compression, Compression):
-        raise TypeError(
-            f"{what} must be an `mpx.optim.Compression`, but {type(compression).__name__} was "
-            "given. `Compression(quantize=False, master_bits=None)` compresses nothing."
-        )
+def group_of(groups: Sequence[ParamGroup], name: str, leaf: object) -> ParamGroup:
+    """Returns the first group that matches; that of all others sets nothing."""
+    return next((group for group in groups if group.matches(name, leaf)), _REST)
 
 
 # --- hyperparameters ------------------------------------------------------------------
@@ -489,13 +401,11 @@ def clip_scale(
     """
     limit, scale = as_scalar("max_norm", max_norm), as_scalar("grad_scale", grad_scale)
     _check_range("max_norm", max_norm)
-    one, total = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-    for grad in jax.tree.leaves(grads):
-        dtype = dtype_of(grad)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-            part = jnp.abs(grad) if jnp.iscomplexobj(grad) else jnp.asarray(grad)
-            total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
+    total = jnp.zeros((), jnp.float32)
+    for grad in filter(_is_inexact, jax.tree.leaves(grads)):
+        part = jnp.abs(grad) if jnp.iscomplexobj(grad) else jnp.asarray(grad)
+        total += jnp.sum(jnp.square(part.astype(jnp.float32) * scale))
     norm = jnp.sqrt(total)
     # Not `limit / max(norm, limit)`, which is nan if there is no limit: inf.
-    factor = jnp.where(norm > limit, limit / norm, one)
+    factor = jnp.where(norm > limit, limit / norm, 1.0)
     return Clip(scale * factor, norm, jnp.isfinite(norm))

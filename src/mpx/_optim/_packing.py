@@ -3,24 +3,23 @@
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from mpx._jax._sharding import sharded_as, unstacked, whole_groups, zeros_alike
-from mpx._jax._tree import dtype_of, shape_of
+from mpx._jax._sharding import sharded_as, unstacked, zeros_alike
+from mpx._jax._tree import dtype_of
+from mpx._kernels._dispatch import FlatBlock
 from mpx._optim._options import F32, PARAM_DTYPES, Compression, StateFormat
 from mpx._optim._update_rules import Given, Moments, Rule, Scalars
 from mpx._quant._codecs import (
     BitDelta,
     Block,
-    Full,
     MasterCodec,
     MomentCodec,
     Quantized,
@@ -35,22 +34,127 @@ from mpx._quant._codecs import (
     random_bits,
 )
 
-INT8, INT16 = np.dtype(np.int8), np.dtype(np.int16)
 _UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16)}
 _LARGEST_MOMENT = np.float32(2.0**125)  # the largest that every codec can store
+CORRECTION = "correction"
+Numbers = Mapping[str, PyTree]
+"""By name: moments, `Quantized` or in f32, and the correction of a 16-bit parameter."""
 
 
-class Packed(NamedTuple):
+def moment_codec(name: str, format: StateFormat) -> MomentCodec:
+    codec = SoftsignInt8 if name == "mu" else SqrtUint8
+    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
+
+
+class Packing(NamedTuple):
+    """How the state of one parameter is stored.
+
+    Attributes:
+        moments: The names of its moments.
+        format: The format of scales and corrections.
+        group_size: How many elements share a scale; 0 for moments in f32.
+        correction: The dtype of the correction, or `None`.
+        param: The dtype of the parameter, if it has a correction.
+    """
+
+    moments: tuple[str, ...]
+    format: StateFormat
+    group_size: int
+    correction: np.dtype | None
+    param: np.dtype | None
+
+    @property
+    def codecs(self) -> dict[str, MomentCodec]:
+        """The codecs of the moments, if they are quantised."""
+        names = self.moments if self.group_size else ()
+        return {name: moment_codec(name, self.format) for name in names}
+
+    @property
+    def master(self) -> MasterCodec:
+        if self.correction is None:
+            return RoundedMaster()
+        is_bf16 = self.param == np.dtype(jnp.bfloat16)
+        codec = BitDelta if is_bf16 and self.format == "mpx" else UlpFraction
+        return codec(self.correction)
+
+    @property
+    def dtypes(self) -> tuple[list[np.dtype], list[np.dtype]]:
+        """Those of the numbers per element, moments then correction, and per group."""
+        codecs = self.codecs.values()
+        scales = [x.scale_dtype for x in codecs]
+        codes = [x.code_dtype for x in codecs] or [F32] * len(self.moments)
+        return codes if self.correction is None else [*codes, self.correction], scales
+
+    def zeros(self, param: PyTree) -> "Packed":
+        """Returns a state of zeros, sharded like the parameter."""
+        elements, scales = self.dtypes
+        if all(dtype == F32 for dtype in elements):
+            # Arrays of their own: plain JAX would need a second pass to write planes.
+            return Packed(tuple(zeros_alike(param, F32) for _ in elements), None, self)
+
+        def planes(dtypes: Sequence[np.dtype], group: int | None) -> PyTree:
+            word, count = words_of(dtypes)
+            return zeros_alike(param, word, group=group, planes=count)
+
+        codes = planes(elements, None)
+        return Packed(codes, planes(scales, self.group_size) if scales else None, self)
+
+    def words(self, numbers: Numbers) -> "Packed":
+        """Returns the words of codes and of scales, a tuple with one for each plane."""
+        stored = [numbers[x] for x in (*self.moments, CORRECTION) if x in numbers]
+        codes = [x.codes if isinstance(x, Quantized) else x for x in stored]
+        scales = [x.scale for x in stored if isinstance(x, Quantized)]
+        return Packed(split(codes), split(scales) if scales else None, self)
+
+    def pack(self, numbers: Numbers) -> "Packed":
+        """Returns the state in at most two arrays."""
+        words = self.words(numbers)
+        codes, scales = words.codes, words.scales
+        is_f32 = all(word.dtype == F32 for word in codes)
+        codes = codes if is_f32 else jnp.stack(codes)
+        return Packed(codes, None if scales is None else jnp.stack(scales), self)
+
+
+# A `NamedTuple` could not hold the packing, and that of Equinox is slow to flatten.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Packed:
     """The state of one parameter, in at most two arrays.
 
-    `codes` has the numbers per element: the code of each moment, or the moment itself if
-    it is not quantised, then the correction. An array `(planes, *shape)`; if all of them
-    are f32, a tuple with an array of the parameter's shape for each. `scales` has the
-    numbers per group, `(planes, *shape[:-1], groups)`; `None` without quantised moments.
+    Attributes:
+        codes: The numbers per element: each moment or its code, then the correction. An
+            array `(planes, *shape)`; if all are f32, a tuple of arrays like the parameter.
+        scales: The numbers per group, `(planes, *shape[:-1], groups)`, if there are groups.
+        packing: What they mean.
     """
 
     codes: PyTree
     scales: PyTree
+    packing: Packing = dataclasses.field(repr=False, metadata={"static": True})
+
+    def numbers(self) -> dict[str, PyTree]:
+        """Returns moments and correction, of arrays, their planes or `ShapeDtypeStruct`s."""
+        elements, scales = dtypes = self.packing.dtypes
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self)):
+            like = self.codes
+            if not isinstance(like, tuple):
+                sharding = unstacked(like.sharding)
+                like = (jax.ShapeDtypeStruct(like.shape[1:], F32, sharding=sharding),)
+            alike = functools.partial(zeros_alike, like[0])
+            found = [alike(dtype) for dtype in elements]
+            scales = [alike(x, group=self.packing.group_size) for x in scales]
+        else:
+            planes = _planes(self.codes), _planes(self.scales)
+            given, expected = list(map(len, planes)), [words_of(x)[1] for x in dtypes]
+            if given != expected:
+                raise ValueError(
+                    f"Expected {expected} planes of codes and of scales along the first "
+                    f"axis, but there are {given}. In a function that `jax.vmap` maps over "
+                    "states, read them inside."
+                )
+            found, scales = map(join, planes, dtypes)
+        found = [*map(Quantized, found, scales), *found[len(scales) :]]
+        return dict(zip((*self.packing.moments, CORRECTION), found, strict=False))
 
 
 class PackedLeaf(NamedTuple):
@@ -59,139 +163,31 @@ class PackedLeaf(NamedTuple):
     param: PyTree
     packed: PyTree
 
-
-class Unpacked(NamedTuple):
-    """The moments of one parameter, `Quantized` or in f32, and its correction, if any."""
-
-    moments: tuple[PyTree, ...]
-    correction: PyTree
-
     @property
-    def words(self) -> Packed:
-        """The words of codes and of scales, a tuple with one for each plane."""
-        quantized = [x for x in self.moments if isinstance(x, Quantized)]
-        codes = [x.codes for x in quantized] if quantized else [*self.moments]
-        if self.correction is not None:
-            codes.append(self.correction)
-        scales = [x.scale for x in quantized]
-        return Packed(split(codes), split(scales) if scales else None)
+    def has_correction(self) -> bool:
+        packed = self.packed
+        return is_packed(packed) and packed.packing.correction is not None
 
-    def pack(self) -> Packed:
-        """Returns the state in at most two arrays."""
-        codes, scales = self.words
-        is_f32 = all(word.dtype == F32 for word in codes)
-        return Packed(
-            codes if is_f32 else jnp.stack(codes),
-            None if scales is None else jnp.stack(scales),
-        )
+    def master(self) -> PyTree:
+        """Returns the f32 weight behind a parameter with a correction, else the parameter."""
+        if not self.has_correction:
+            return self.param
+        codec, numbers = self.packed.packing.master, self.packed.numbers()
+        return codec.decode(jnp.asarray(self.param), numbers[CORRECTION], Block())
 
-
-def moment_codec(name: str, quantized: bool, format: StateFormat) -> MomentCodec:
-    if not quantized:
-        return Full()
-    codec = SoftsignInt8 if name == "mu" else SqrtUint8
-    return codec(np.dtype(jnp.float16)) if format == "flashoptim" else codec()
+    def with_master(self, weight: PyTree) -> "PackedLeaf":
+        """Returns a leaf with another weight; the parameter keeps its dtype."""
+        if isinstance(weight, jax.ShapeDtypeStruct):
+            return self
+        if self.has_correction:
+            return _put(weight, self.packed)
+        is_param = dtype_of(self.param) in PARAM_DTYPES
+        weight = weight.astype(self.param.dtype) if is_param else weight
+        return self._replace(param=weight)
 
 
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """How the state of one parameter is stored; `correction` is a dtype, or `None`."""
-
-    moments: tuple[str, ...]
-    format: StateFormat
-    quantized: bool
-    correction: np.dtype | None
-
-    @classmethod
-    def read(
-        cls, packed: PyTree, moments: tuple[str, ...], format: StateFormat
-    ) -> "Packing":
-        """Reads the packing off a state; whether the state fits it is checked elsewhere.
-
-        `moments` are those of the optimizer; a parameter may have only the first of them.
-        """
-        codes, scales = packed if isinstance(packed, Packed) else (None, None)
-        size, planes = getattr(dtype_of(codes), "itemsize", 0), _count(codes)
-        count = (planes - 1) * size // F32.itemsize if size else planes
-        if scales is not None:
-            count = min(_count(scales), len(moments))
-            size = planes - count
-        correction = {1: INT8, 2: INT16}.get(size)
-        return cls(moments[:count], format, scales is not None, correction)
-
-    @property
-    def codecs(self) -> list[MomentCodec]:
-        return [moment_codec(x, self.quantized, self.format) for x in self.moments]
-
-    def master(self, dtype: DTypeLike) -> MasterCodec:
-        if self.correction is None:
-            return RoundedMaster()
-        is_bf16 = np.dtype(dtype) == np.dtype(jnp.bfloat16)
-        codec = BitDelta if is_bf16 and self.format == "mpx" else UlpFraction
-        return codec(self.correction)
-
-    @property
-    def dtypes(self) -> tuple[tuple[np.dtype, ...], tuple[np.dtype, ...]]:
-        """Those of the numbers per element, moments then correction, and per group."""
-        codes = tuple(codec.code_dtype for codec in self.codecs)
-        scales = tuple(c.scale_dtype for c in self.codecs if c.scale_dtype is not None)
-        return codes if self.correction is None else (*codes, self.correction), scales
-
-    def zeros(self, param: PyTree, group_size: int) -> Packed:
-        """Returns a state of zeros, sharded like the parameter."""
-        elements, scales = self.dtypes
-        if all(dtype == F32 for dtype in elements):
-            # Arrays of their own: plain JAX would need a second pass to write planes.
-            return Packed(tuple(zeros_alike(param, F32) for _ in elements), None)
-
-        def planes(dtypes: tuple[np.dtype, ...], group: int | None) -> PyTree:
-            word, count = words_of(dtypes)
-            return zeros_alike(param, word, group=group, planes=count)
-
-        codes = planes(elements, None)
-        return Packed(codes, planes(scales, group_size) if scales else None)
-
-    def unpack(self, words: Packed) -> Unpacked:
-        """Returns moments and correction, given a tuple with the words of each plane."""
-        elements, scales = self.dtypes
-        numbers = join(words.codes, elements)
-        moments = numbers[: len(self.moments)]
-        if words.scales:
-            moments = tuple(map(Quantized, moments, join(words.scales, scales)))
-        return Unpacked(moments, None if self.correction is None else numbers[-1])
-
-    def view(self, packed: Packed) -> Unpacked:
-        """Returns moments and correction of a state, of arrays or `ShapeDtypeStruct`s."""
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(packed)):
-            return _sharded_like(packed, jax.eval_shape(self.view, packed))
-        codes, scales = _planes(packed.codes), _planes(packed.scales)
-        given = [len(codes), len(scales)]
-        expected = [words_of(dtypes)[1] for dtypes in self.dtypes]
-        if given != expected:
-            raise ValueError(
-                f"Expected {expected} planes of codes and of scales along the first axis, "
-                f"but there are {given}. In a function that `jax.vmap` maps over states, "
-                "read them inside."
-            )
-        return self.unpack(Packed(codes, scales))
-
-
-def _sharded_like(packed: Packed, shapes: Unpacked) -> Unpacked:
-    """Returns the shapes of moments and correction, sharded like what they are read from."""
-
-    def place(x: PyTree, whole: PyTree = packed.codes) -> PyTree:
-        if isinstance(x, Quantized):
-            return Quantized(place(x.codes), place(x.scale, packed.scales))
-        is_own = isinstance(whole, tuple)  # an array for each, else planes of one
-        sharding = whole[0].sharding if is_own else unstacked(whole.sharding)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(place, shapes, is_leaf=lambda x: isinstance(x, Quantized))
-
-
-def _count(x: PyTree) -> int:
-    """Returns the number of planes of an array, or of arrays in a tuple."""
-    return len(x) if isinstance(x, tuple) else (shape_of(x) or (0,))[0]
+def is_packed(node: object) -> bool:
+    return isinstance(node, Packed)
 
 
 def _planes(x: PyTree) -> tuple[PyTree, ...]:
@@ -208,8 +204,11 @@ class LeafStep:
 
     rule: Rule
     packing: Packing
-    group_size: int
     dithers: bool = False
+
+    @property
+    def group_size(self) -> int:
+        return self.packing.group_size
 
     def __call__(
         self, scalars: Scalars, grad: PyTree, leaf: PackedLeaf, block: Block
@@ -222,12 +221,13 @@ class LeafStep:
         grad_scale, for_moments, for_masters, *coefficients = scalars
         if not self.dithers:
             for_moments = for_masters = None
-        dtype, codecs = leaf.param.dtype, self.packing.codecs
-        master = self.packing.master(dtype)
-        old = self.packing.unpack(leaf.packed)
-        weight = master.decode(leaf.param, old.correction, block)
-        pairs = zip(codecs, old.moments, strict=True)
-        moments = tuple(codec.decode(stored, block) for codec, stored in pairs)
+        codecs, master = self.packing.codecs, self.packing.master
+        dtype, old = leaf.param.dtype, leaf.packed.numbers()
+        weight = master.decode(leaf.param, old.get(CORRECTION), block)
+        moments = tuple(
+            codecs[x].decode(old[x], block) if codecs else old[x]
+            for x in self.packing.moments
+        )
         grad = grad if grad.dtype.itemsize > 4 else grad.astype(weight.dtype)
         scaled = grad.astype(weight.dtype) * grad_scale
         given = tuple(coefficients), scaled, weight, block
@@ -235,11 +235,12 @@ class LeafStep:
         # For `finite` to skip; it must be seen if nobody looks.
         weight = jnp.where(is_finite(grad), weight, np.float32(np.nan))
         param, correction = master.encode(weight, dtype, block, for_masters)
-        stored = tuple(
-            codec.encode(moment, block, for_moments)
-            for codec, moment in zip(codecs, moments, strict=True)
-        )
-        return PackedLeaf(param, Unpacked(stored, correction).words)
+        new: dict[str, PyTree] = dict(zip(self.packing.moments, moments, strict=True))
+        for name, codec in codecs.items():
+            new[name] = codec.encode(new[name], block, for_moments)
+        if correction is not None:
+            new[CORRECTION] = correction
+        return PackedLeaf(param, self.packing.words(new))
 
     def _update(
         self,
@@ -273,11 +274,8 @@ def decode_moment(name: str, moment: PyTree, format: StateFormat) -> Array:
     """Returns a moment of a state, quantised or not, in f32."""
     if not isinstance(moment, Quantized):
         return moment
-    shape, groups = moment.codes.shape, moment.scale.shape
-    size = shape[-1] // groups[-1]
-    codes = whole_groups(moment.codes, size).reshape(*groups, size)
-    codec = moment_codec(name, quantized=True, format=format)
-    return codec.decode(Quantized(codes, moment.scale), Block()).reshape(shape)
+    block = FlatBlock(moment.codes.shape[-1] // max(moment.scale.shape[-1], 1))
+    return moment_codec(name, format).decode(moment, block)
 
 
 def encode_moment(
@@ -287,11 +285,8 @@ def encode_moment(
 
     Zero is stored for inf and nan, which would spread to their group.
     """
-    shape, moment = moment.shape, jnp.where(is_finite(moment), moment, 0.0)
-    grouped = whole_groups(moment, group_size).reshape(*shape[:-1], -1, group_size)
-    codec = moment_codec(name, quantized=True, format=format)
-    new = codec.encode(grouped, Block())
-    return Quantized(new[0].reshape(shape), new[1])
+    moment = jnp.where(is_finite(moment), moment, 0.0)
+    return moment_codec(name, format).encode(moment, FlatBlock(group_size))
 
 
 def first_state(
@@ -299,46 +294,36 @@ def first_state(
 ) -> Packed:
     """Returns the state of a parameter before the first step."""
     correction = compression.correction_dtype(param)
-    quantized = compression.quantizes(param)
-    packing = Packing(moments, compression.format, quantized, correction)
+    quantizes = bool(moments) and compression.quantizes(param)
+    dtype = None if correction is None else np.dtype(param.dtype)
+    size = compression.group_size * quantizes
+    packing = Packing(moments, compression.format, size, correction, dtype)
     is_struct = isinstance(param, jax.ShapeDtypeStruct)
     if correction is None or not compression.jitter or is_struct:
-        return packing.zeros(param, compression.group_size)
-    seed = np.uint32(zlib.crc32(name.encode()))
-    return _placed(jnp.asarray(param), seed, packing, compression.group_size)
+        return packing.zeros(param)
+    return _placed(jnp.asarray(param), np.uint32(zlib.crc32(name.encode())), packing)
 
 
 # Under jit, so that nothing but the state is written to memory, and once.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _placed(param: Array, seed: Array, packing: Packing, group_size: int) -> Packed:
-    codec: PyTree = packing.master(param.dtype)
+@functools.partial(jax.jit, static_argnums=2)
+def _placed(param: Array, seed: Array, packing: Packing) -> Packed:
+    codec: PyTree = packing.master
     random = sharded_as(random_bits(param.shape, seed), param)
-    packed = packing.zeros(param, group_size)
-    return _with_correction(packed, packing, place(codec, param, random))
+    return _with_correction(packing.zeros(param), place(codec, param, random))
 
 
-def _with_correction(packed: Packed, packing: Packing, correction: PyTree) -> Packed:
-    old = packing.view(packed)
-    return old._replace(correction=sharded_as(correction, old.correction)).pack()
+def _with_correction(packed: Packed, correction: PyTree) -> Packed:
+    old = packed.numbers()
+    new = {CORRECTION: sharded_as(correction, old[CORRECTION])}
+    return packed.packing.pack(old | new)
 
 
-def put_master(weight: PyTree, leaf: PackedLeaf, packing: Packing) -> PackedLeaf:
-    """Returns a leaf with another weight; the parameter keeps its dtype."""
-    dtype = dtype_of(leaf.param)
-    if isinstance(weight, jax.ShapeDtypeStruct):
-        return leaf
-    if packing.correction is None:
-        is_param = dtype in PARAM_DTYPES
-        return leaf._replace(param=weight.astype(dtype) if is_param else weight)
-    return _put(weight, leaf.packed, packing=packing, dtype=np.dtype(dtype))
-
-
-@functools.partial(jax.jit, static_argnames=("packing", "dtype"))
-def _put(
-    weight: Array, packed: Packed, *, packing: Packing, dtype: np.dtype
-) -> PackedLeaf:
-    param, correction = packing.master(dtype).encode(weight.astype(F32), dtype, Block())
-    return PackedLeaf(param, _with_correction(packed, packing, correction))
+@jax.jit
+def _put(weight: Array, packed: Packed) -> PackedLeaf:
+    packing: PyTree = packed.packing  # which has a correction, so the dtype is known
+    weight = weight.astype(F32)
+    param, correction = packing.master.encode(weight, packing.param, Block())
+    return PackedLeaf(param, _with_correction(packed, correction))
 
 
 # --- planes ---------------------------------------------------------------------------
@@ -360,34 +345,37 @@ def split(arrays: Sequence[Array]) -> tuple[Array, ...]:
     word, _ = words_of([np.dtype(x.dtype) for x in arrays])
     width, words = 8 * word.itemsize, []
     for x in arrays:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
         if x.dtype.itemsize == word.itemsize:
-            cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
-            words.append(x if x.dtype == word else cast(x, word))
+            words.append(_as(word, x))
             continue
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
         pattern = bits_to_cut(x) if is_float else x.astype(jnp.int32)
         for shift in reversed(range(0, 8 * x.dtype.itemsize, width)):
             words.append(((pattern >> shift) & (2**width - 1)).astype(word))
     return tuple(words)
 
 
-def join(words: Sequence[Array], dtypes: Sequence[np.dtype]) -> tuple[Array, ...]:
+def join(words: Sequence[Array], dtypes: Sequence[np.dtype]) -> list[Array]:
     """Returns the arrays of these dtypes whose words `split` gave."""
-    rest, size = iter(words), words_of(dtypes)[0].itemsize
-    return tuple(
-        _joined([next(rest) for _ in range(dtype.itemsize // size)], dtype)
-        for dtype in dtypes
-    )
+    rest, size, found = iter(words), words_of(dtypes)[0].itemsize, []
+    for dtype in dtypes:
+        first, *others = (next(rest) for _ in range(dtype.itemsize // size))
+        if not others:
+            found.append(_as(dtype, first))
+            continue
+        total = first.astype(jnp.uint32)
+        for word in others:
+            total = (total << np.uint32(8 * size)) | word.astype(jnp.uint32)
+        pattern = lax.bitcast_convert_type(total, jnp.int32)
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        found.append(from_bits(pattern) if is_float else pattern.astype(dtype))
+    return found
 
 
-def _joined(words: Sequence[Array], dtype: np.dtype) -> Array:
-    first, *others = words
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    if not others:
-        cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
-        return first if first.dtype == dtype else cast(first, dtype)
-    total = first.astype(jnp.uint32)
-    for word in others:
-        total = (total << np.uint32(8 * word.dtype.itemsize)) | word.astype(jnp.uint32)
-    pattern = lax.bitcast_convert_type(total, jnp.int32)
-    return from_bits(pattern) if is_float else pattern.astype(dtype)
+def _as(dtype: np.dtype, x: Array) -> Array:
+    """Returns numbers of another dtype of the same size: of floats, the bits."""
+    if x.dtype == dtype:
+        return x
+    is_float = any(jnp.issubdtype(t, jnp.floating) for t in (x.dtype, dtype))
+    cast = lax.bitcast_convert_type if is_float else lax.convert_element_type
+    return cast(x, dtype)

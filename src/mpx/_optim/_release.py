@@ -7,6 +7,7 @@ a scan consumes layer by layer is read inside the scan's body, so it steps layer
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from mpx._casting._context import gradient_function, has_scales
@@ -32,7 +33,8 @@ from mpx._jax._tree import as_flag
 from mpx._kernels import _dispatch as _kernels
 from mpx._optim._engine import FlashOptimizer, Step, core_of
 from mpx._optim._muon import run
-from mpx._optim._options import flatten_params
+from mpx._optim._options import FlatParams
+from mpx._optim._packing import PackedLeaf
 from mpx._optim._state import FlashState
 from mpx._program._bodies import remat_with, scan_with
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Scopes, Values, Visitor
@@ -133,7 +135,7 @@ def release(
         **kwargs: object,
     ) -> Released:
         flag = None if finite is None else as_flag(finite, "finite")
-        flat = flatten_params(params)
+        flat = FlatParams.of(params)
         plan = Step(core, flat, state, grad_scale)
         found = ((index, plan.job(index)) for index in range(len(flat.leaves)))
         jobs = {index: job for index, job in found if job is not None}
@@ -152,13 +154,20 @@ def release(
 
         weights = [jnp.asarray(job.leaf.param) for job in jobs.values()]
         closed, out = jax.make_jaxpr(traced, return_shape=True)(weights)
-        sites = [_ParamRefs(job, core.backend, flag, watched) for job in jobs.values()]
+        ref = lambda x: jax.new_ref(jnp.asarray(x))  # noqa: E731
+        sites = [
+            _ParamRefs(
+                x._replace(leaf=jax.tree.map(ref, x.leaf)), core.backend, flag, watched
+            )
+            for x in jobs.values()
+        ]
 
         def loss(origin: Array) -> tuple[Array, list[Array]]:
             taps = [_Tap(functools.partial(site.read, origin)) for site in sites]
             # JAX cannot read a layer of a reference with an explicit sharding.
-            pairs = zip(sites, taps, strict=True)
-            given = [tap.read() if site.is_explicit else tap for site, tap in pairs]
+            meshes = (jax.typeof(weight).sharding.mesh for weight in weights)
+            pairs = zip(meshes, taps, strict=True)
+            given = [tap.read() if has_explicit_axes(x) else tap for x, tap in pairs]
             value, *aux = _Taps().body(*open_jaxpr(closed), given)
             return jnp.asarray(value), aux  # a constant is one of NumPy
 
@@ -170,10 +179,7 @@ def release(
             backward(jnp.ones_like(value))
         all_finite, norm, counts = watched.results()
         flag = _both(flag, counts)
-        stepped = {}
-        for index, site in zip(jobs, sites, strict=True):
-            site.finish(flag)
-            stepped[index] = jax.tree.map(jax.freeze, site.refs)
+        stepped = {i: x.finish(flag) for i, x in zip(jobs, sites, strict=True)}
         aux = jax.tree.unflatten(jax.tree.structure(out[1]), aux) if has_aux else None
         return Released(value, aux, *plan.result(stepped, flag), all_finite, norm)
 
@@ -229,51 +235,43 @@ def _both(one: Array | None, two: Array | None) -> Array | None:
     return one & two
 
 
+@dataclasses.dataclass(eq=False)
 class _ParamRefs:
     """A parameter with its state, in references that the backward pass writes to."""
 
-    def __init__(
-        self,
-        job: _kernels.Job,
-        backend: _kernels.Backend,
-        finite: Array | None,
-        watched: _Watched,
-    ) -> None:
-        self._job, self._stepped = job._replace(leaf=None), False
-        self._backend: _kernels.Backend = backend
-        self._finite, self._watched = finite, watched
-        self.is_explicit = has_explicit_axes(jax.typeof(job.leaf.param).sharding.mesh)
-        self.refs = jax.tree.map(lambda x: jax.new_ref(jnp.asarray(x)), job.leaf)
+    job: _kernels.Job  # whose leaf consists of references
+    backend: _kernels.Backend
+    finite: Array | None
+    watched: _Watched
+    stepped: bool = False
 
     def read(self, origin: Array, layer: Array | None) -> Array:
         """Reads a parameter, or one layer of it. The cotangent of what was read steps it.
 
         `origin` is the number by which the loss is differentiated. Its gradient is zero.
         """
-        x = self.refs.param[... if layer is None else layer]
-        operands = self.refs, self._job.scalars, layer, self._finite, self._watched
+        refs, scalars = self.job.leaf, self.job.scalars
+        x = refs.param[... if layer is None else layer]
+        operands = refs, scalars, layer, self.finite, self.watched
         return _tapped(self, x, origin, operands)
 
     def step(self, grad: Array, operands: PyTree) -> None:
         """Steps the parameter, or one layer of it, given all that a step reads."""
-        self._stepped = True
+        self.stepped = True
         refs, scalars, layer, finite, watched = operands
         finite = _both(finite, watched.see(grad))
         leaf = jax.tree.map(lambda ref: ref[...], refs)
-        job = self._job._replace(leaf=leaf, grad=grad, scalars=scalars, layer=layer)
-        (new,) = run([job], finite=finite, backend=self._backend)
+        job = self.job._replace(leaf=leaf, grad=grad, scalars=scalars, layer=layer)
+        (new,) = run([job], finite=finite, backend=self.backend)
+        jax.tree.map(lambda ref, x: operator.setitem(ref, ..., x), refs, new)
 
-        def store(ref: Ref, x: Array) -> None:
-            ref[...] = x
-
-        jax.tree.map(store, refs, new)
-
-    def finish(self, finite: Array | None) -> None:
-        """Steps with a gradient of zero if the loss does not depend on the parameter."""
-        if not self._stepped:
-            zeros = jnp.zeros(self.refs.param.shape, self.refs.param.dtype)
-            operands = self.refs, self._job.scalars, None, finite, _Watched()
-            self.step(zeros, operands)
+    def finish(self, finite: Array | None) -> PackedLeaf:
+        """Returns the leaf; if the loss does not depend on it, the gradient is zero."""
+        refs = self.job.leaf
+        if not self.stepped:
+            zeros = jnp.zeros(refs.param.shape, refs.param.dtype)
+            self.step(zeros, (refs, self.job.scalars, None, finite, _Watched()))
+        return jax.tree.map(jax.freeze, refs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -291,15 +289,13 @@ _tapped.defvjp(lambda site, x, origin, operands: (x, operands), _backward)
 
 
 class _Tap(eqx.Module):
-    """A parameter, or one layer of it, that has not been read yet, and casts of it."""
+    """A parameter, or one layer of it, or a cast of it, that has not been read yet."""
 
     get: Callable[[Array | None], Array] = eqx.field(static=True)
     layer: Array | None = None
-    casts: tuple[DTypeLike, ...] = eqx.field(static=True, default=())
 
     def read(self) -> Array:
-        x = self.get(self.layer)
-        return functools.reduce(lambda x, dtype: x.astype(dtype), self.casts, x)
+        return self.get(self.layer)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -343,8 +339,9 @@ class _Taps(Visitor):
             return eval_equation(eqn, values), unknown
         name = eqn.primitive.name
         if name == "convert_element_type":
-            casts = (*values[0].casts, eqn.params["new_dtype"])
-            return [dataclasses.replace(values[0], casts=casts)], unknown
+            (tap,), dtype = values, eqn.params["new_dtype"]
+            cast = lambda layer: tap.get(layer).astype(dtype)  # noqa: E731
+            return [_Tap(cast, tap.layer)], unknown
         if name == "scan":
             return self._scan(eqn, values), unknown
         jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])

@@ -10,22 +10,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Int, PyTree
 
 from mpx._jax._sharding import zero_beside
 from mpx._jax._tree import LeafName, check_shape, dtype_of, shape_of
 from mpx._jax._warn import warn
-from mpx._optim._options import (
-    F32,
-    PARAM_DTYPES,
-    Compression,
-    FlatParams,
-    StateFormat,
-    flatten_params,
-)
-from mpx._optim._packing import INT8, Packed, PackedLeaf, Packing, put_master
-from mpx._quant._codecs import Block
+from mpx._optim._options import F32, PARAM_DTYPES, FlatParams, StateFormat
+from mpx._optim._packing import CORRECTION, Packed, PackedLeaf, Packing, is_packed
 
 _INIT_AGAIN = "Make the state with `init(params)` of these parameters."
 
@@ -37,14 +28,14 @@ class FlashState(eqx.Module):
 
     Attributes:
         count: The number of steps taken, int32; skipped ones do not count.
-        packed: For each parameter a `Packed`, or `None` if it is frozen: at most two
-            arrays, sharded like the parameter, since every array costs time whenever a
-            step is dispatched. `codes` holds the codes of the moments and the bytes of
-            the correction as planes, `(planes, *shape)` of uint8, `scales` the 16-bit
-            words of their scales, `(planes, *shape[:-1], groups)` of uint16.
+        packed: For each parameter at most two arrays, sharded like it, since every array
+            costs time whenever a step is dispatched; `None` if it is frozen. `codes` holds
+            the codes of the moments and the bytes of the correction as planes,
+            `(planes, *shape)`, `scales` the words of `(planes, *shape[:-1], groups)`.
         layout: A zero under a name such as `adam-mpx-planes-12x24-25x32-1f0c93aa`, which
             tells the kind of rule, the format, and the dtypes of parameters and
             corrections.
+        kind: The kind of rule.
         format: The format of scales and corrections.
         moments: The names of the moments.
     """
@@ -54,8 +45,9 @@ class FlashState(eqx.Module):
     mpx_holds_masters: ClassVar[bool] = True
 
     count: Int[Any, ""]
+    layout: PyTree  # before other arrays: its name says what is wrong
     packed: PyTree
-    layout: PyTree
+    kind: str = eqx.field(static=True)
     format: StateFormat = eqx.field(static=True)
     moments: tuple[str, ...] = eqx.field(static=True)
 
@@ -72,20 +64,14 @@ class FlashState(eqx.Module):
     @property
     def correction(self) -> PyTree:
         """The bits that 16-bit parameters lack, int8 or int16; `None` for others."""
-        return self._view("correction")
+        return self._view(CORRECTION)
 
     def _view(self, name: str) -> PyTree:
-        if name not in (*self.moments, "correction"):
+        if name not in (*self.moments, CORRECTION):
             return None
-
-        def read(packed: Packed) -> PyTree:
-            leaf = Packing.read(packed, self.moments, self.format).view(packed)
-            found = dict(zip(self.moments, leaf.moments, strict=False))
-            return (found | {"correction": leaf.correction}).get(name)
-
+        read = lambda packed: packed.numbers().get(name)  # noqa: E731
         for _ in shape_of(self.count):  # states that `vmap` made have axes before
             read = jax.vmap(read)
-        is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
         return jax.tree.map(read, self.packed, is_leaf=is_packed)
 
 
@@ -96,34 +82,32 @@ class Stepped(NamedTuple):
     state: FlashState
 
 
-class Leaf(NamedTuple):
-    """A leaf of the parameters with its path and state, and how that is packed."""
-
-    name: LeafName
-    stored: PackedLeaf
-    packing: Packing
-
-
 def register_with_flax() -> None:
     """Tells `flax.serialization`, if it is in use, how to save the state."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         return
 
-    def fields(state: FlashState) -> dict[str, PyTree]:
-        # The layout before the arrays: its name says what is wrong.
-        return {name: getattr(state, name) for name in ("count", "layout", "packed")}
+    def fields(node: PyTree) -> dict[str, PyTree]:
+        found = [x.name for x in dataclasses.fields(node) if not x.metadata]  # static
+        return {name: getattr(node, name) for name in found}
 
-    def save(state: FlashState) -> dict[str, PyTree]:
-        return serialization.to_state_dict(fields(state))
+    def save(node: PyTree) -> dict[str, PyTree]:
+        return serialization.to_state_dict(fields(node))
 
-    def restore(state: FlashState, saved: dict[str, PyTree]) -> FlashState:
-        new = serialization.from_state_dict(fields(state), saved)
-        return dataclasses.replace(state, **new | {"count": jnp.asarray(new["count"])})
+    def restore(node: PyTree, saved: dict[str, PyTree]) -> PyTree:
+        new = serialization.from_state_dict(fields(node), saved)
+        if "count" in new:
+            new["count"] = jnp.asarray(new["count"])
+        return dataclasses.replace(node, **new)
 
-    serialization.register_serialization_state(FlashState, save, restore, override=True)
+    for kind in (FlashState, Packed):
+        serialization.register_serialization_state(kind, save, restore, override=True)
 
 
+# The layout is the name of a scalar in the state, and with that a part of the tree's
+# structure. So a checkpointer refuses to restore a state into a different one, where it
+# would silently cast int8 corrections to int16.
 def make_state(
     kind: str,
     format: StateFormat,
@@ -135,38 +119,20 @@ def make_state(
     params = [x.param for x in leaves]
     layout: PyTree = zero_beside(params, jnp.int8)
     if params:  # the placeholder of `optax.tree_map_params` has none
-        named = [
-            Leaf(LeafName(""), x, Packing.read(x.packed, moments, format))
-            for x in leaves
-        ]
-        layout = {_layout_name(kind, format, named): layout}
-    packed = treedef.unflatten(x.packed for x in leaves)
-    return FlashState(zero_beside(params, jnp.int32), packed, layout, format, moments)
+        held = [x.packed.packing for x in leaves if x.has_correction]
+        text = " ".join(f"{x.param}:{x.correction}" for x in held)
+        small = sum(x.correction.itemsize == 1 for x in held)
+        # In letters that are safe in file names.
+        name = f"{small}x24-{len(held) - small}x32-{zlib.crc32(text.encode()):08x}"
+        layout = {f"{kind}-{format}-planes-{name}": layout}
+    packed, count = treedef.unflatten(x.packed for x in leaves), jnp.int32
+    return FlashState(zero_beside(params, count), layout, packed, kind, format, moments)
 
 
-def leaves_of(flat: FlatParams, state: FlashState) -> list[Leaf]:
-    """Returns each parameter with its state; raises if dtypes are not those of the layout."""
+def leaves_of(flat: FlatParams, state: FlashState) -> list[PackedLeaf]:
+    """Returns each parameter with its state."""
     found = flat.like(state.packed, "The optimizer state")
-    stored = map(PackedLeaf, flat.leaves, found)
-    packings = (Packing.read(x, state.moments, state.format) for x in found)
-    leaves = list(map(Leaf, flat.names, stored, packings))
-    name = _name_of(state)
-    # Corrections beside f32 parameters are refused by `check_packed`.
-    is_known = not any(
-        x.packing.correction and dtype_of(x.stored.param) == F32 for x in leaves
-    )
-    if name is not None and is_known:
-        kind, format, *_ = name.split("-")
-        found = _layout_name(kind, format, leaves)
-        if found != name:
-            raise ValueError(
-                f"The state was made as `{name}`, but it holds, or is used with parameters "
-                f"of, `{found}`: dtypes were cast, so that the corrections mean something "
-                "else. Restore with a template from `init(params)` of the optimizer that "
-                "saved it. To change dtypes or `master_bits` take `master_params`, then "
-                "`init` and `from_master`."
-            )
-    return leaves
+    return list(map(PackedLeaf, flat.leaves, found))
 
 
 def with_leaves(
@@ -178,80 +144,36 @@ def with_leaves(
     return Stepped(flat.treedef.unflatten(params), state)
 
 
-# The layout is the name of a scalar in the state, and with that a part of the tree's
-# structure. So a checkpointer refuses to restore a state into a different one, where it
-# would silently cast int8 corrections to int16; and a step compares it while tracing.
-def _layout_name(kind: str, format: str, leaves: Sequence[Leaf]) -> str:
-    """Names a layout, in letters that are safe in file names."""
-    dtypes = [
-        (np.dtype(dtype_of(leaf.stored.param)), leaf.packing.correction)
-        for leaf in leaves
-        if leaf.packing.correction is not None
-    ]
-    small = sum(correction == INT8 for _, correction in dtypes)
-    text = " ".join(f"{param}:{correction}" for param, correction in dtypes)
-    checksum, large = zlib.crc32(text.encode()), len(dtypes) - small
-    return f"{kind}-{format}-planes-{small}x24-{large}x32-{checksum:08x}"
+def check_packed(name: LeafName, leaf: PackedLeaf, **expected: PyTree) -> Packing:
+    """Returns how a parameter is stored; raises if its state does not fit.
 
-
-def _name_of(state: FlashState) -> str | None:
-    """Returns the name of the layout; `None` if the state has no parameters."""
-    return next(iter(state.layout), None) if isinstance(state.layout, dict) else None
-
-
-def check_state(
-    state: object, kind: str, moments: tuple[str, ...], compression: Compression
-) -> None:
-    """Raises if a state is none, or that of another optimizer."""
-    if not isinstance(state, FlashState):
-        raise TypeError(
-            "A compressed optimizer expected the FlashState from `init(params)` or from "
-            f"its last step; got {type(state).__name__}. In a larger optax state it is "
-            "one of the members."
-        )
-    found, *_ = (_name_of(state) or kind).split("-")
-    made = found, state.format, " and ".join(state.moments) or "no moments"
-    needed = kind, compression.format, " and ".join(moments) or "no moments"
-    if made != needed:
-        text = "of the kind {!r}, in the format {!r}, with {}"
-        raise ValueError(
-            f"The state is that of another optimizer: {text.format(*made)}, but this one "
-            f"is {text.format(*needed)}. Make the state with its own `init(params)`; the "
-            "format is an option of `Compression`."
-        )
-
-
-def check_packed(leaf: Leaf, moments: tuple[str, ...]) -> int:
-    """Returns the group size of a parameter, 0 without groups; raises if its state does not fit."""
-    name, (param, packed), packing = leaf
-    packing = dataclasses.replace(packing, moments=moments)
-    dtype, shape = dtype_of(param), shape_of(param)
-    if packing.correction is not None and dtype not in PARAM_DTYPES[1:]:
+    Expected are fields of `Packing` that another optimizer would have made otherwise.
+    """
+    param, packed = leaf
+    if not is_packed(packed):
+        raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
+    packing, dtype, shape = packed.packing, dtype_of(param), shape_of(param)
+    if packing.param not in (None, dtype):
         raise ValueError(
             f"The state of `{name}` has a correction of {packing.correction}, but the "
-            f"parameter is {dtype}. Only bf16 and f16 parameters have corrections. Did "
-            "`eqx.apply_updates` make it f32? Updates are f32: apply them with "
-            "`optax.apply_updates` or `mpx.optimizer_update`, which keep dtypes, or use "
-            f"`step`. {_INIT_AGAIN}"
+            f"parameter is {dtype} instead of {packing.param}: dtypes were cast, so that "
+            "the correction means something else. Did `eqx.apply_updates` make it f32? "
+            "Updates are f32: apply them with `optax.apply_updates` or "
+            "`mpx.optimizer_update`, which keep dtypes, or use `step`. Restore with a "
+            "template from `init(params)` of the optimizer that saved the state. To change "
+            "dtypes or `master_bits` take `master_params`, then `init` and `from_master`."
         )
-    if packed is None or isinstance(packed, optax.MaskedNode):
-        raise ValueError(f"The optimizer state has nothing for `{name}`. {_INIT_AGAIN}")
-    size = 0
-    if packing.quantized:
-        groups, last = ((shape_of(x) or (0,))[-1] for x in (packed.scales, param))
-        # A scale for each element would look like the codes.
-        size = last // groups if 1 <= groups < last and last % groups == 0 else 2
-    given = shape if shape or not packing.quantized else (0,)
-    expected = packing.zeros(jax.ShapeDtypeStruct(given, dtype), size)
+    given = shape or (0,) * (packing.group_size > 0)  # a scalar has no groups
+    fitting = packing._replace(**expected).zeros(jax.ShapeDtypeStruct(given, dtype))
 
     text = lambda x: f"{dtype_of(x) or type(x).__name__}{list(shape_of(x))}"  # noqa: E731
-    needed, came = (jax.tree.map(text, x) for x in (expected, packed))
+    needed, came = (jax.tree.map(text, x) for x in (fitting, packed))
     if needed != came:
         raise ValueError(
             f"The state of `{name}` must be {needed} for a parameter of shape {shape}, but "
             f"it is {came}. {_INIT_AGAIN}"
         )
-    return size
+    return packing
 
 
 def master_params(params: PyTree, state: PyTree) -> PyTree:
@@ -272,15 +194,7 @@ def master_params(params: PyTree, state: PyTree) -> PyTree:
         dtype('float32')
     """
     flat, _, leaves = _found(params, state)
-
-    def decode(leaf: Leaf) -> PyTree:
-        _, (param, packed), packing = leaf
-        if packing.correction is None:
-            return param
-        correction, codec = packing.view(packed).correction, packing.master(param.dtype)
-        return codec.decode(jnp.asarray(param), correction, Block())
-
-    return flat.treedef.unflatten(map(decode, leaves))
+    return flat.treedef.unflatten(leaf.master() for leaf in leaves)
 
 
 def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -313,12 +227,25 @@ def from_master(master: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, 
     """
     flat, found, leaves = _found(params, state)
     given = flat.like(master, "`master`")
-    _warn_of_rounded(flat.names, given, leaves)
+    for name, weight, leaf in zip(flat.names, given, leaves, strict=True):
+        if leaf.has_correction and dtype_of(weight) in PARAM_DTYPES[1:]:
+            warn(
+                f"The weight of `{name}` was given in {dtype_of(weight)}, so its master "
+                "starts in the middle of a rounding interval, where small steps change no "
+                "parameter for a long time. Pass the f32 weights. For weights that exist "
+                "in 16 bits alone, `init(params)` puts each master at random in its "
+                "interval."
+            )
+            break
     weights = list(map(_as_weight, flat.names, given, flat.leaves))
     new_params, new_state = put_masters(flat, found, weights)
-    return new_params, jax.tree.map(
-        lambda x: new_state if x is found else x, state, is_leaf=lambda x: x is found
-    )
+    return new_params, replaced(state, found, new_state)
+
+
+def replaced(tree: PyTree, old: PyTree, new: PyTree) -> PyTree:
+    """Returns a tree with another node in the place of one."""
+    is_old = lambda x: x is old  # noqa: E731
+    return jax.tree.map(lambda x: new if x is old else x, tree, is_leaf=is_old)
 
 
 def put_masters(
@@ -326,13 +253,15 @@ def put_masters(
 ) -> Stepped:
     """Puts weights, or `None` to change nothing, into parameters of any dtype and state."""
     new = (
-        leaf.stored if weight is None else put_master(weight, leaf.stored, leaf.packing)
+        leaf if weight is None else leaf.with_master(weight)
         for weight, leaf in zip(weights, leaves_of(flat, state), strict=True)
     )
     return with_leaves(flat, state, new)
 
 
-def _found(params: PyTree, state: PyTree) -> tuple[FlatParams, FlashState, list[Leaf]]:
+def _found(
+    params: PyTree, state: PyTree
+) -> tuple[FlatParams, FlashState, list[PackedLeaf]]:
     """Returns flat parameters, the one state of an optax state, and each leaf with it."""
     is_state = lambda x: isinstance(x, FlashState)  # noqa: E731
     found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
@@ -341,28 +270,12 @@ def _found(params: PyTree, state: PyTree) -> tuple[FlatParams, FlashState, list[
             "Expected the state of one compressed optimizer, by itself or in an optax "
             f"state, but {type(state).__name__} holds {len(found)} of them."
         )
-    flat = flatten_params(params)
+    flat = FlatParams.of(params)
     leaves = leaves_of(flat, found[0])
-    for leaf in leaves:
-        if leaf.packing.correction is not None:
-            check_packed(leaf, leaf.packing.moments)
+    for name, leaf in zip(flat.names, leaves, strict=True):
+        if leaf.has_correction:
+            check_packed(name, leaf)
     return flat, found[0], leaves
-
-
-def _warn_of_rounded(
-    names: Sequence[str], weights: Sequence[PyTree], leaves: Sequence[Leaf]
-) -> None:
-    for name, weight, leaf in zip(names, weights, leaves, strict=True):
-        dtype = dtype_of(weight)
-        if leaf.packing.correction is None or dtype not in PARAM_DTYPES or dtype == F32:
-            continue
-        warn(
-            f"The weight of `{name}` was given in {dtype}, so its master starts in the "
-            "middle of a rounding interval, where small steps change no parameter for a "
-            "long time. Pass the f32 weights. For weights that exist in 16 bits alone, "
-            "`init(params)` puts each master at random in its interval."
-        )
-        return
 
 
 def _as_weight(name: str, weight: PyTree, param: PyTree) -> PyTree:

@@ -8,7 +8,7 @@ the work per element is small. Rules run in plain JAX and in kernels.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +21,11 @@ Moments = tuple[Array, ...]
 Given = tuple[Scalars, Array, Array, Block]
 
 
-# A rule has a `kind`, which tells the meaning of its moments; the names of its `moments`, of
-# `mu` and `nu`, and those of its hyperparameters. `coefficients` combines hyperparameters
-# for a step, 1 for the first one. `average` returns the new moments, and `move` the new
-# weight, given the moments before and after the step; `given` has the coefficients, the
-# gradient and the weight before the step, f32, and the block, which computes roots.
+# A rule has a `kind`, which tells the meaning of its moments, and the names of its `moments`,
+# of `mu` and `nu`. `coefficients` combines hyperparameters for a step, 1 for the first one.
+# `average` returns the new moments, and `move` the new weight, given the moments before and
+# after the step; `given` has the coefficients, the gradient and the weight before the step,
+# f32, and the block, which computes roots.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,6 @@ class Adam:
     kind: ClassVar[str] = "adam"
     decoupled: bool
     moments: tuple[str, ...] = ("mu", "nu")
-    hyper: ClassVar[tuple[str, ...]] = (
-        "learning_rate", "weight_decay", "b1", "b2", "eps",
-    )  # fmt: skip
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
@@ -85,7 +82,6 @@ class Lion:
 
     kind: ClassVar[str] = "lion"
     moments: tuple[str, ...] = ("mu",)
-    hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "b1", "b2")
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         b1, b2, rate = hyper["b1"], hyper["b2"], hyper["learning_rate"]
@@ -114,9 +110,6 @@ class Sgd:
     decoupled: bool
     nesterov: bool
     moments: tuple[str, ...]
-    hyper: ClassVar[tuple[str, ...]] = (
-        "learning_rate", "weight_decay", "momentum", "dampening",
-    )  # fmt: skip
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         decay, rate = _decay(hyper, self.decoupled), hyper["learning_rate"]
@@ -139,39 +132,30 @@ class Sgd:
         return weight - rate * step
 
 
-class NewtonSchulz(NamedTuple):
-    """How matrices are orthogonalised: x ← ax + (bA + cA²)x with A = xxᵀ, once for each (a, b, c).
-
-    `dtype` is that of the matmuls, `eps` is added to the norm that the matrix is divided by
-    before.
-    """
-
-    coefficients: tuple[tuple[float, float, float], ...]
-    dtype: np.dtype
-    eps: float
-
-    @property
-    def stored(self) -> np.dtype:
-        """The dtype of matrices between the matmuls."""
-        return np.dtype(jnp.bfloat16) if self.dtype.itemsize < 4 else self.dtype
-
-
 @dataclasses.dataclass(frozen=True)
 class Muon:
     """Muon: μ ← βμ + (1-β)g, then w ← (1-ηλ)w - ηs · orthogonalised(μ), for each matrix.
 
     With Nesterov's momentum it is βμ/(1-βᵗ⁺¹) + (1-β)g/(1-βᵗ) that is orthogonalised. The
     axes of a parameter that are neither `inputs` nor `outputs` count matrices; s is `scale`.
+    A matrix is divided by its norm plus `eps`; then x ← ax + (bA + cA²)x with A = xxᵀ, by
+    matmuls in `dtype`, once for each (a, b, c) of `newton_schulz`.
     """
 
     kind: ClassVar[str] = "muon"
     nesterov: bool
-    newton_schulz: NewtonSchulz
+    newton_schulz: tuple[tuple[float, float, float], ...]
+    dtype: np.dtype
+    eps: float
     consistent_rms: float | None = None
     inputs: tuple[int, ...] = (0,)
     outputs: tuple[int, ...] = (1,)
     moments: tuple[str, ...] = ("mu",)
-    hyper: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay", "beta")
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of matrices between the matmuls."""
+        return np.dtype(jnp.bfloat16) if self.dtype.itemsize < 4 else self.dtype
 
     def coefficients(self, hyper: Mapping[str, Array], step: Array) -> Scalars:
         beta, rate = hyper["beta"], hyper["learning_rate"]
@@ -197,10 +181,10 @@ class Muon:
 
     def scale(self, shape: tuple[int, ...]) -> float:
         """Returns the factor of the step of a parameter of this shape."""
-        sizes = [math.prod(shape[i] for i in x) for x in (self.inputs, self.outputs)]
+        _, (_, rows, columns) = self._order(shape)
         if self.consistent_rms is not None:
-            return math.sqrt(max(sizes)) * self.consistent_rms
-        return math.sqrt(max(1, sizes[1] / max(sizes[0], 1)))
+            return math.sqrt(max(rows, columns)) * self.consistent_rms
+        return math.sqrt(max(1, columns / max(rows, 1)))
 
     def as_stack(self, x: Array) -> Array:
         """Returns a parameter as matrices: (count, inputs, outputs)."""
@@ -214,11 +198,10 @@ class Muon:
         return parts.transpose(np.argsort(order))
 
     def _order(self, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
-        ends = self.inputs, self.outputs
-        counted = [i for i in range(len(shape)) if not any(i in x for x in ends)]
-        groups = [counted, *ends]
-        sizes = [math.prod(shape[axis] for axis in axes) for axes in groups]
-        return [axis for axes in groups for axis in axes], sizes
+        ends = *self.inputs, *self.outputs
+        counted = [axis for axis in range(len(shape)) if axis not in ends]
+        groups = counted, self.inputs, self.outputs
+        return [*counted, *ends], [math.prod(shape[i] for i in x) for x in groups]
 
 
 Rule = Adam | Lion | Sgd | Muon

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import PyTree
 
 F32 = jnp.float32
 BF16, F16, _F32 = (np.dtype(t) for t in (jnp.bfloat16, jnp.float16, F32))
@@ -28,12 +27,7 @@ Rounding: TypeAlias = Array | None
 
 def to_integer(x: Array, dtype: DTypeLike) -> Array:
     """Rounds f32 numbers below 2²² to nearest, ties to even; others give any code."""
-    return shifted_to_integer(x + SHIFT, dtype)
-
-
-def shifted_to_integer(x: Array, dtype: DTypeLike) -> Array:
-    """Finishes `to_integer` for numbers to which `SHIFT` was already added."""
-    return bits_to_cut(x).astype(dtype)
+    return bits_to_cut(x + SHIFT).astype(dtype)
 
 
 def bits(x: Array) -> Array:
@@ -137,11 +131,6 @@ class Block:
         """Returns each group's number for each of its elements."""
         return per_group[..., None]
 
-    def root_peak(self, x: Array, root: Array) -> Array:
-        """Returns the largest root of each group, given numbers and their roots."""
-        # Not the maximum of the roots: XLA would write all roots to memory.
-        return self.sqrt(self.peak(x))
-
     def sqrt(self, x: Array) -> Array:
         return jnp.sqrt(x)
 
@@ -166,21 +155,6 @@ class Block:
         return jnp.where(jnp.abs(x) < np.float32(2.0**-14), multiple, rounded)
 
 
-class FlatBlock(Block):
-    """A block that keeps its shape: groups are next to each other along its last axis."""
-
-    def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
-
-    def peak(self, x: Array) -> Array:
-        return super().peak(x.reshape(*x.shape[:-1], -1, self._group_size))
-
-    def spread(self, per_group: Array) -> Array:
-        *rows, groups = per_group.shape
-        each = jnp.broadcast_to(per_group[..., None], (*rows, groups, self._group_size))
-        return each.reshape(*rows, groups * self._group_size)
-
-
 # --- Moments ---------------------------------------------------------------------------
 # Numbers to encode are below 2¹²⁵. `rounding` is `Dither.moments`, which also rounds bf16
 # scales and which the formats of FlashOptim ignore.
@@ -191,20 +165,6 @@ class Quantized(NamedTuple):
 
     codes: Array
     scale: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Full:
-    """Stores f32 as it is, inf and nan included."""
-
-    code_dtype: ClassVar[np.dtype] = _F32
-    scale_dtype: None = None
-
-    def decode(self, stored: PyTree, block: Block) -> Array:
-        return stored
-
-    def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Array:
-        return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +204,7 @@ class SoftsignInt8:
             more = signed_like(rounding * np.float32(1 / 254), x)
             fraction = block.multiply_add(x, divisor, more)
         q = block.multiply_add(np.float32(254), fraction, SHIFT)
-        return Quantized(shifted_to_integer(q, jnp.int8), stored)
+        return Quantized(bits_to_cut(q).astype(jnp.int8), stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,8 +231,9 @@ class SqrtUint8:
         return root * root
 
     def encode(self, x: Array, block: Block, rounding: Rounding = None) -> Quantized:
+        # Not the maximum of the roots: XLA would write all roots to memory.
+        scale, stored = _rounded_scale(block.sqrt(block.peak(x)), self.scale_dtype)
         root = block.sqrt(x)
-        scale, stored = _rounded_scale(block.root_peak(x, root), self.scale_dtype)
         # Below all roots of f32 numbers; a smaller floor would make 0 · ∞ of a zero.
         unit = 255.0 * block.reciprocal(jnp.maximum(scale, np.float32(2.0**-100)))
         if self.scale_dtype == F16:  # which ends at 65504
@@ -281,9 +242,8 @@ class SqrtUint8:
         more = SHIFT if rounding is None else rounding
         q = block.multiply_add(root, block.spread(unit), more)
         q = q if rounding is None else q + SHIFT
-        return Quantized(
-            shifted_to_integer(jnp.maximum(q, SHIFT + 1), jnp.uint8), stored
-        )
+        codes = bits_to_cut(jnp.maximum(q, SHIFT + 1)).astype(jnp.uint8)
+        return Quantized(codes, stored)
 
 
 def _rounded_scale(
@@ -304,13 +264,11 @@ def _rounded_scale(
     return peak, peak.astype(dtype)
 
 
-MomentCodec = Full | SoftsignInt8 | SqrtUint8
+MomentCodec = SoftsignInt8 | SqrtUint8
 
 
 # --- Master weights: a 16-bit parameter and the remainder of its rounding ----------------
 # `encode` returns parameters of `dtype` and their corrections, rounded by `Dither.masters`.
-
-Correction = Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,14 +278,15 @@ class RoundedMaster:
     Rounding to nearest loses updates below half an ulp; dithered, they are kept on average.
     """
 
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
+    def decode(self, param: Array, correction: Array | None, block: Block) -> Array:
         return param.astype(F32)
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
+    ) -> tuple[Array, Array | None]:
         if rounding is not None and np.dtype(dtype).itemsize == 2:
-            weight = _rounded_by(weight, np.dtype(dtype), _threshold(16, rounding))
+            up = (rounding * np.float32(2.0**16)).astype(jnp.int32)
+            weight = _rounded_by(weight, np.dtype(dtype), up)
         return weight.astype(dtype), None
 
 
@@ -345,34 +304,32 @@ class BitDelta:
 
     dtype: np.dtype = _INT8
 
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
-        assert correction is not None
+    def decode(self, param: Array, correction: Array, block: Block) -> Array:
         pattern = lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.uint32)
         high = lax.bitcast_convert_type(pattern << np.uint32(16), jnp.int32)
-        total = high + (correction.astype(jnp.int32) << self._shift)
+        total = high + (
+            correction.astype(jnp.int32) << (16 - np.iinfo(self.dtype).bits)
+        )
         # There are no bit patterns below ±0: a parameter that was set to zero is zero,
         # whatever its old correction.
         return from_bits(jnp.where((total ^ high) < 0, high, total))
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
+    ) -> tuple[Array, Array]:
         pattern = bits(weight)
         # A nan that is not this one could become inf, or be carried over into the sign.
         pattern = jnp.where(weight == weight, pattern, np.int32(0x7FC00000))
         # Added before the last bits are cut off: half a unit rounds to nearest.
         half = jnp.int32(128 if self.dtype == _INT8 else 0)
         if self.dtype == _INT8 and rounding is not None:
-            half = _threshold(8, rounding)
+            half = (rounding * np.float32(2.0**8)).astype(jnp.int32)
         # Half a bf16 ulp more, so that the remainder of the parameter has no sign yet.
         total = pattern + (half + 0x8000)
-        low = (total >> self._shift) & (2 ** (8 * self.dtype.itemsize) - 1)
+        info = np.iinfo(self.dtype)
+        low = (total >> (16 - info.bits)) & (2**info.bits - 1)
         param = block.rounded(from_bits(total & np.int32(-65536)), BF16)
-        return param.astype(BF16), (low + np.iinfo(self.dtype).min).astype(self.dtype)
-
-    @property
-    def _shift(self) -> int:
-        return 8 if self.dtype == _INT8 else 0
+        return param.astype(BF16), (low + info.min).astype(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,15 +348,14 @@ class UlpFraction:
 
     dtype: np.dtype = _INT8
 
-    def decode(self, param: Array, correction: Correction, block: Block) -> Array:
-        assert correction is not None
+    def decode(self, param: Array, correction: Array, block: Block) -> Array:
         low, high = _half_ulp(param)
         fraction = correction.astype(F32) * np.float32(1 / np.iinfo(self.dtype).max)
         return param.astype(F32) + fraction * low * high
 
     def encode(
         self, weight: Array, dtype: DTypeLike, block: Block, rounding: Rounding = None
-    ) -> tuple[Array, Correction]:
+    ) -> tuple[Array, Array]:
         rounded = block.rounded(weight, np.dtype(dtype))
         param = rounded.astype(dtype)
         low, high = _half_ulp(param)
@@ -448,11 +404,6 @@ def _half_ulp(param: Array) -> tuple[Array, Array]:
     log = jnp.maximum(exponent, 1) - (bias + mantissa + 1)
     half = log >> 1
     return from_bits((half + 127) << 23), from_bits((log - half + 127) << 23)
-
-
-def _threshold(count: int, rounding: Array) -> Array:
-    """Returns `count` bits of the offset before a floor, int32."""
-    return (rounding * np.float32(2.0**count)).astype(jnp.int32)
 
 
 def _rounded_by(weight: Array, dtype: np.dtype, up: Array) -> Array:

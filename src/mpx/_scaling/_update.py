@@ -4,9 +4,11 @@ A step is skipped by a select between old and new values, which costs nothing th
 measured; a branch makes every other step slower.
 """
 
+import contextlib
 import difflib
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args, overload
 
@@ -107,13 +109,13 @@ def optimizer_update(
         Array([1., 1.], dtype=float32)
     """
     refuse_result(grads)
+    flag = as_flag(grads_finite, "grads_finite")
+    check_choice(skip, "skip", get_args(Skip))
+    flag = None if skip == "never" else together(flag, flag, axis_name)
     if optimizer is None and hasattr(model, "apply_gradients"):
         warn_of_lost_updates(getattr(model, "params", None), grads, model)
-
-        def step_train_state(state: PyTree) -> tuple[PyTree]:
-            return (state.apply_gradients(grads=grads, **extra_args),)
-
-        (new,) = _skip(skip, step_train_state, (model,), grads_finite, axis_name)
+        apply = lambda state: (state.apply_gradients(grads=grads, **extra_args),)  # noqa: E731
+        (new,) = _skip(flag, apply, (model,), axis_name)
         return new, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
@@ -129,7 +131,7 @@ def optimizer_update(
             optimizer.update(model, grads, **extra_args)
             return (apart.after(objects, leaves, leaves),)
 
-        (after,) = _skip(skip, step_nnx, (apart.leaves,), grads_finite, axis_name)
+        (after,) = _skip(flag, step_nnx, (apart.leaves,), axis_name)
         apart.write(after)
         return model, optimizer_state
     if hasattr(model, "apply_gradients"):
@@ -137,11 +139,8 @@ def optimizer_update(
             "A Flax `TrainState` holds its optimizer and state. Pass `None` for both: "
             "`optimizer_update(train_state, None, None, grads, grads_finite)`."
         )
-    check_transformation(
-        optimizer,
-        "`optimizer` must be an optax transformation or an `nnx.Optimizer`",
-        " (For a Flax `TrainState` pass it as `model`, with `None` for `optimizer`.)",
-    )
+    expected = "`optimizer` must be an optax transformation or an `nnx.Optimizer`"
+    check_transformation(optimizer, expected)
     own_step = getattr(optimizer, "step", None)
     if own_step is None and _nnx.is_nnx(model) and type(grads) is not type(model):
         raise TypeError(
@@ -149,7 +148,10 @@ def optimizer_update(
             "`nnx.Optimizer(model, optimizer, wrt=nnx.Param)`, made once, and `None` for "
             "`optimizer_state`."
         )
-    params = _params_with_grads(model, grads)
+    params = eqx.filter(model, lambda leaf: is_array(leaf) and is_inexact(leaf))
+    with contextlib.suppress(ValueError):  # the trees differ in more than frozen leaves
+        trained = lambda x, grad: None if grad is None else x  # noqa: E731
+        params = jax.tree.map(trained, params, grads, is_leaf=is_none)
     names = "model", "gradients"
     check_same_structure(params, grads, "`optimizer_update`", names)
     map_with_name(check_grad, params, grads)
@@ -158,30 +160,39 @@ def optimizer_update(
         # It needs none of the values that line searches and schedules use, and selects
         # while it writes: no copy, and no second pass over memory.
         given = {k: v for k, v in extra_args.items() if k not in OPTAX_ARGS}
-        flag = as_flag(grads_finite, "grads_finite")
-        check_choice(skip, "skip", get_args(Skip))
-        flag = None if skip == "never" else together(flag, flag, axis_name)
         return tuple(own_step(model, optimizer_state, grads, finite=flag, **given))
     warn_of_lost_updates(model, grads, optimizer_state)
 
     def step(model: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        params = _params_with_grads(model, grads)
-        args = _with_integers(optimizer, model, params, grads, state)
-        updates, state = _run(optimizer, state, *args, **extra_args)
+        args = model, params, grads, state
+        updates, state = _run(optimizer, *args, **extra_args)
         return apply_updates(model, updates), state
 
-    return _skip(skip, step, (model, optimizer_state), grads_finite, axis_name)
+    return _skip(flag, step, (model, optimizer_state), axis_name)
 
 
 def _run(
-    optimizer: PyTree, state: PyTree, params: PyTree, grads: PyTree, **extra: PyTree
+    optimizer: PyTree,
+    model: PyTree,
+    params: PyTree,
+    grads: PyTree,
+    state: PyTree,
+    **extra: PyTree,
 ) -> tuple[PyTree, PyTree]:
+    integers, given = eqx.filter(model, _is_integer), jax.tree.structure(state)
+    if jax.tree.leaves(integers) and _expected(optimizer, params) != given:
+        # `optimizer.init(eqx.filter(model, eqx.is_array))` makes moments for integers, too.
+        # They get zeros for gradients, and their updates are not applied.
+        everything = eqx.combine(params, integers)
+        if _expected(optimizer, everything) == given:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), integers)
+            params, grads = everything, eqx.combine(grads, zeros)
     if not isinstance(optimizer, optax.MultiSteps):  # it passes them on, as it is
         optimizer = optax.with_extra_args_support(optimizer)
     try:
         return optimizer.update(grads, state, params, **extra)
     except Exception as error:
-        expected, given = _expected(optimizer, params), jax.tree.structure(state)
+        expected = _expected(optimizer, params)
         if expected == given:
             raise
         texts = (str(x)[len("PyTreeDef(") : -1] for x in (expected, given))
@@ -194,24 +205,6 @@ def _run(
         ) from error
 
 
-def _with_integers(
-    optimizer: PyTree, model: PyTree, params: PyTree, grads: PyTree, state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Returns parameters and gradients, with integers if the state was made for them.
-
-    `optimizer.init(eqx.filter(model, eqx.is_array))` makes moments for integers, too.
-    They get zeros for gradients, and their updates are not applied.
-    """
-    integers, given = eqx.filter(model, _is_integer), jax.tree.structure(state)
-    if not jax.tree.leaves(integers) or _expected(optimizer, params) == given:
-        return params, grads
-    everything = eqx.combine(params, integers)
-    if _expected(optimizer, everything) != given:
-        return params, grads
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), integers)
-    return everything, eqx.combine(grads, zeros)
-
-
 def _is_integer(leaf: PyTree) -> bool:
     # A typed PRNG key has no NumPy dtype, and no optimizer takes it.
     return is_array(leaf) and isinstance(leaf.dtype, np.dtype) and not is_inexact(leaf)
@@ -219,17 +212,6 @@ def _is_integer(leaf: PyTree) -> bool:
 
 def _expected(optimizer: PyTree, params: PyTree) -> PyTree:
     return jax.tree.structure(eqx.filter_eval_shape(optimizer.init, params))
-
-
-def _params_with_grads(model: PyTree, grads: PyTree) -> PyTree:
-    """Returns the floating parameters, without the frozen ones that have no gradient."""
-    params = eqx.filter(model, lambda leaf: is_array(leaf) and is_inexact(leaf))
-    try:
-        return jax.tree.map(
-            lambda p, g: None if g is None else p, params, grads, is_leaf=is_none
-        )
-    except ValueError:  # the trees differ in more than that
-        return params
 
 
 def check_grad(name: str, param: PyTree, grad: PyTree) -> None:
@@ -260,22 +242,24 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
 
 
 def _skip(
-    skip: Skip,
+    flag: Bool[Array, ""] | None,
     step: Callable[..., PyTree],
     before: tuple[PyTree, ...],
-    finite: PyTree,
-    axis_name: AxisName | None = None,
+    axis_name: AxisName | None,
 ) -> PyTree:
-    """Returns `step(*before)` if all is finite and `before` if not."""
-    flag = as_flag(finite, "grads_finite")
-    check_choice(skip, "skip", get_args(Skip))
-    if skip == "never":
+    """Returns `step(*before)` if all is finite, or there is no flag, else `before`."""
+    if flag is None:
         return step(*before)
-    flag, after = together(flag, flag, axis_name), step(*before)
+    after = step(*rebuilt(before))
     before = _with_array_counters(before, after)
     flag &= together(stays_finite(before, after, before[0]), flag, axis_name)
     # It checks structure and shapes and gives back the dtypes of `before`.
     return select_tree(flag, after, before)
+
+
+def rebuilt(tree: PyTree) -> PyTree:
+    """Returns another tree of the same leaves, for functions that assign to what they get."""
+    return jax.tree.map(lambda x: x, tree)
 
 
 def stays_finite(before: PyTree, after: PyTree, like: PyTree) -> Bool[Array, ""]:
@@ -381,7 +365,9 @@ def cond_update(
             after = update_fn(*before, *args[count:], **kwargs)
             return after if several else (after,)
 
-        after = _skip("select", step, args[:count], grads_finite, axis_name)
+        flag = as_flag(grads_finite, "grads_finite")
+        flag = together(flag, flag, axis_name)
+        after = _skip(flag, step, args[:count], axis_name)
         return after if several else after[0]
 
     hide_signature(wrapper)  # the flag comes first
@@ -391,12 +377,12 @@ def cond_update(
 # --- checks of optax optimizers ---------------------------------------------------------
 
 
-def check_transformation(optimizer: object, expected: str, hint: str = "") -> None:
+def check_transformation(optimizer: object, expected: str) -> None:
     """Raises if `optimizer` is no optax transformation: a dict has an `update`, too."""
     is_one = callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")
     if not is_one:
         given = optimizer if isinstance(optimizer, type) else type(optimizer)
-        raise TypeError(f"{expected}, but {given.__name__} was given.{hint}")
+        raise TypeError(f"{expected}, but {given.__name__} was given.")
 
 
 def check_extra_args(
@@ -406,19 +392,19 @@ def check_extra_args(
 
     Most optax transformations accept anything and ignore what they do not know.
     """
-    known = {*OPTAX_ARGS}
-    if "grad_scale" in extra and (is_compressed or _holds(state, "mpx_is_compressed")):
-        known.add("grad_scale")
+    takes_scale = is_compressed or _holds(state, "mpx_is_compressed")
+    known = (*OPTAX_ARGS, "grad_scale")
+    taken = known if takes_scale else OPTAX_ARGS
     hints = {
         "finite": "Pass it as `grads_finite`.",
         "grad_scale": "Only the compressed optimizers such as `mpx.optim.flash_adamw` take "
         "it. Multiply the gradients, or let `mpx.value_and_grad` unscale them.",
     }
-    for name in [name for name in extra if name not in known]:
-        close = difflib.get_close_matches(name, (*OPTAX_ARGS, "grad_scale"), cutoff=0.8)
-        if close or is_compressed or name in hints:
-            hint = f"Did you mean `{close[0]}`?" if close else "It takes `grad_scale`."
-            hint = hints.get(name, hint)
+    for name in extra:
+        close = difflib.get_close_matches(name, known, cutoff=0.8)
+        hint = "It takes `grad_scale`." if is_compressed else ""
+        hint = hints.get(name, f"Did you mean `{close[0]}`?" if close else hint)
+        if hint and name not in taken:
             raise TypeError(
                 f"The optimizer does not take the argument `{name}`. {hint}"
             )
@@ -463,17 +449,16 @@ def transforms_after() -> list[str]:
     are done. If optax writes its loops differently, nothing is found or refused.
     """
     names: list[str] = []
-    frame = inspect.currentframe()
-    while frame is not None:
+    # Of `None` it would skip frames: as many as `traceback` itself has.
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         of_optax = str(frame.f_globals.get("__name__")).startswith("optax.")
-        loop: Mapping[str, PyTree] = frame.f_locals
-        done = loop.get("new_state") if of_optax else None
+        loop: Mapping[str, PyTree] = frame.f_locals if of_optax else {}
+        done = loop.get("new_state")
         if frame.f_code.co_name == "update_fn" and isinstance(done, list | dict):
             updates = loop.get("update_fns", ())
             if "transforms" in loop:
                 updates = [transform.update for _, transform in loop["transforms"]]
             names += [_name(update) for update in updates[len(done) + 1 :]]
-        frame = frame.f_back
     return [name for name in names if name not in _HARMLESS]
 
 

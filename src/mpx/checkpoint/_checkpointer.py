@@ -40,7 +40,7 @@ _writing: dict[str, Manager] = {}
 _locks: dict[str, IO[str]] = {}
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Writes checkpoints of one run into a folder while training goes on.
 
     `save` copies the state to the host and returns; a thread of Orbax writes it. A process
@@ -81,11 +81,8 @@ class Checkpointer:
             **options: Options of `orbax.checkpoint.CheckpointManagerOptions`, such as
                 `save_interval_steps`, `keep_period`, `best_fn` and `best_mode`.
         """
-        own = {"max_to_keep", "enable_async_checkpointing", "create"} & options.keys()
-        for name in (
-            *own,
-            *(x for x in options if x.startswith(("step_", "cleanup_"))),
-        ):
+        own = "max_to_keep", "enable_async_checkpointing", "create", "step_", "cleanup_"
+        for name in (x for x in options if x.startswith(own)):
             raise TypeError(
                 f"`{name}` cannot be chosen: pass `keep` or `asynchronous`; the folder of a "
                 "checkpoint has the number of its step, and the first save makes it."
@@ -102,7 +99,7 @@ class Checkpointer:
         self._path: Folder = epath.Path(path).expanduser().absolute()
         self._options = {**options, "max_to_keep": keep}
         self._asynchronous, self._read_only = asynchronous, read_only
-        self._manager = self._reader()
+        self._manager = self._open()
 
     def save(
         self, step: int, state: PyTree, *, metrics: PyTree = None, force: bool = False
@@ -187,9 +184,9 @@ class Checkpointer:
         try:
             gather_results(read_record)
             kept = opened.fields if fields == "template" else set[str]()
-            leaves = found[0].leaves  # a number of the template may have been an array
-            kept = {x for x in kept if getattr(leaves.get(x), "shape", None) is None}
-            saved = {x: leaves[x] for x in wanted.leaves if x not in kept}
+            leaves = ((name, found[0].leaves[name]) for name in wanted.leaves)
+            # A number of the template may have been an array.
+            saved = {k: x for k, x in leaves if x.shape is not None or k not in kept}
             return opened.close(self._read_leaves(where, opened.leaves, saved))
         except (FileNotFoundError, ValueError):
             alone = jax.process_count() == 1
@@ -248,27 +245,19 @@ class Checkpointer:
             self._resign()
             self._manager.close()
 
-    def __enter__(self) -> "Checkpointer":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open(self, **more: object) -> Manager:
-        ocp = _orbax()
-        options = ocp.CheckpointManagerOptions(**self._options | more)
-        return ocp.CheckpointManager(self._path, options=options)
-
-    def _reader(self) -> Manager:
-        """Returns a manager that changes nothing (`read_only` logs warnings)."""
+    def _open(self, *, writes: bool = False) -> Manager:
+        """Returns a manager; one that does not write changes nothing."""
+        ocp, options = _orbax(), dict(self._options)
+        options["cleanup_tmp_directories"] = writes
+        options["enable_async_checkpointing"] = writes and self._asynchronous
+        if not writes:  # `read_only` logs warnings
+            options |= dict(create=False, async_options=None, save_root_metadata=False)
+        options = ocp.CheckpointManagerOptions(**options)
         return _while_others_write(
-            lambda: self._open(
-                create=False,
-                cleanup_tmp_directories=False,
-                enable_async_checkpointing=False,
-                async_options=None,
-                save_root_metadata=False,
-            )
+            lambda: ocp.CheckpointManager(self._path, options=options)
         )
 
     def _become_writer(self) -> None:
@@ -285,10 +274,7 @@ class Checkpointer:
         if earlier is not None:
             earlier.wait_until_finished()  # of a Checkpointer that was not closed
         self._manager.close()
-        self._manager = self._open(
-            enable_async_checkpointing=self._asynchronous, cleanup_tmp_directories=True
-        )
-        _writing[str(self._path)] = self._manager
+        _writing[str(self._path)] = self._manager = self._open(writes=True)
 
     @property
     def _is_writer(self) -> bool:
@@ -304,7 +290,7 @@ class Checkpointer:
     def _fail(self, error: Exception) -> None:
         """Reads the folder anew after a failed write; the next `save` cleans up."""
         self._resign()
-        writer, self._manager = self._manager, self._reader()
+        writer, self._manager = self._manager, self._open()
         with contextlib.suppress(Exception):  # that is `error` again
             writer.close()
         error.add_note(
@@ -327,16 +313,17 @@ class Checkpointer:
         leaves = dict(templates)
         for name, record in saved.items():
             leaf = targets.get(name, templates[name])
-            if record.is_stored:
-                leaves[name] = from_stored(arrays.pop(name), leaf)
-            elif record.shape is not None:
-                kind = stored_type(leaf)
-                leaves[name] = from_stored(np.zeros(kind.shape, kind.dtype), leaf)
-            elif hasattr(leaf, "dtype"):
-                number = np.asarray(record.number, leaf.dtype)
-                leaves[name] = from_stored(to_stored(number), leaf)
-            else:
+            if not hasattr(leaf, "dtype"):
                 leaves[name] = record.number
+                continue
+            if record.is_stored:
+                array = arrays.pop(name)
+            elif record.shape is None:
+                array = to_stored(np.asarray(record.number, leaf.dtype))
+            else:  # without elements
+                kind = stored_type(leaf)
+                array = np.zeros(kind.shape, kind.dtype)
+            leaves[name] = from_stored(array, leaf)
         return [*leaves.values()]
 
     def _read_arrays(

@@ -17,8 +17,8 @@ from mpx._jax._tree import (
     map_with_name,
 )
 from mpx._optim._optax import MasterWeightsState
-from mpx._optim._packing import Packed, Packing, decode_moment, encode_moment
-from mpx._optim._state import FlashState, Stepped, from_master, master_params
+from mpx._optim._packing import Packed, decode_moment, encode_moment, is_packed
+from mpx._optim._state import FlashState, Stepped, from_master, master_params, replaced
 from mpx._quant._codecs import Quantized
 
 
@@ -61,7 +61,7 @@ def to_f32(params: PyTree, state: PyTree) -> Stepped:
         weights, new = kept.master, kept.inner_state
     else:
         return Stepped(_widened(params), state)
-    return Stepped(_widened(weights), _replaced(state, kept, new))
+    return Stepped(_widened(weights), replaced(state, kept, new))
 
 
 def _widened(tree: PyTree) -> PyTree:
@@ -108,14 +108,13 @@ def from_f32(params: PyTree, state: PyTree, *, like: tuple[PyTree, PyTree]) -> S
     kept = _kept(old)
     if isinstance(kept, FlashState):
         filled = jax.tree.map(_placed, _with_moments(kept, state), kept)
-        filled = _replaced(old, kept, filled)
+        filled = replaced(old, kept, filled)
         return Stepped(*from_master(params, old_params, filled))
     rounded = _cast_like(old_params, params)
     if kept is None:
         return Stepped(rounded, _cast_like(old, state))
-    inner = _cast_like(kept.inner_state, state)
-    master = _cast_like(kept.master, params)
-    return Stepped(rounded, _replaced(old, kept, MasterWeightsState(inner, master)))
+    new = _cast_like(kept, MasterWeightsState(state, params))
+    return Stepped(rounded, replaced(old, kept, new))
 
 
 # --- Parts of states ------------------------------------------------------------------
@@ -131,12 +130,6 @@ def _kept(state: PyTree) -> FlashState | MasterWeightsState | None:
             f"there are {len(found)}. Convert the parts of the state one by one."
         )
     return found[0] if found else None
-
-
-def _replaced(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
-    )
 
 
 def _cast_like(old: PyTree, new: PyTree) -> PyTree:
@@ -171,11 +164,9 @@ def _optax_state(state: FlashState) -> PyTree:
         )
         for name in state.moments
     }
-    layout = state.layout if isinstance(state.layout, dict) else {}
-    kind, *_ = next(iter(layout), "-").split("-")
     if "nu" in moments:
         return optax.ScaleByAdamState(state.count, moments["mu"], moments["nu"])
-    if kind == "lion":
+    if state.kind == "lion":
         return optax.ScaleByLionState(state.count, moments["mu"])
     trace = optax.TraceState(moments["mu"]) if moments else optax.EmptyState()
     return (trace, optax.ScaleByScheduleState(state.count))
@@ -186,28 +177,21 @@ def _with_moments(state: FlashState, source: PyTree) -> FlashState:
     """Returns a compressed state that holds the moments and the count of another one."""
     trees, count = _moments_of(source, state)
     trees = [without_variables(tree) for tree in trees]
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
-
-    def packing(packed: Packed) -> Packing:
-        return Packing.read(packed, state.moments, state.format)
-
     for kind, tree in zip(state.moments, trees, strict=True):
-        has = lambda x, kind=kind: 0 if kind in packing(x).moments else None  # noqa: E731
+        has = lambda x, kind=kind: 0 if kind in x.packing.moments else None  # noqa: E731
         params = jax.tree.map(has, state.packed, is_leaf=is_packed)
         check_same_structure(params, tree, f"`{kind}` beside the parameters of `like`")
 
     def pack(name: str, packed: Packed, *moments: PyTree) -> Packed:
-        old, new = packing(packed).view(packed), []
-        for kind, x, stored in zip(state.moments, moments, old.moments, strict=False):
-            quantized = isinstance(stored, Quantized)
-            like = stored.codes if quantized else stored
+        packing, numbers = packed.packing, packed.numbers()
+        for kind, x in zip(packing.moments, moments, strict=False):
+            like = numbers[kind].codes if packing.group_size else numbers[kind]
             check_shape(f"`{kind}` of `{name}`", x, like)
             moment = jnp.asarray(x, jnp.float32)
-            if quantized:
-                size = like.shape[-1] // stored.scale.shape[-1]
-                moment = encode_moment(kind, moment, state.format, size)
-            new.append(moment)
-        return old._replace(moments=tuple(new)).pack()
+            if packing.group_size:
+                moment = encode_moment(kind, moment, state.format, packing.group_size)
+            numbers[kind] = moment
+        return packing.pack(numbers)
 
     packed = map_with_name(pack, state.packed, *trees, is_leaf=is_packed)
     count = jnp.asarray(count, jnp.int32)

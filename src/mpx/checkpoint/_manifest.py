@@ -172,12 +172,8 @@ class Opened(NamedTuple):
 
     leaves: dict[str, PyTree]  # by unique names such as `model/layers/0/weight`
     manifest: Manifest
-    fields: set[
-        str
-    ]  # Python numbers that are fields of Equinox modules: options, maybe
-    close: Callable[
-        [Sequence[PyTree]], PyTree
-    ]  # a state of other leaves, NNX made anew
+    fields: set[str]  # numbers in fields of Equinox modules: options, maybe
+    close: Callable[[Sequence[PyTree]], PyTree]  # for other leaves, NNX made anew
 
 
 def open_state(state: PyTree) -> Opened:

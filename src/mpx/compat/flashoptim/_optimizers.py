@@ -14,7 +14,13 @@ from mpx._jax._sharding import zeros_alike
 from mpx._jax._tree import dtype_of, is_floating, map_with_name, named_leaves
 from mpx._optim import _optimizers as _flash
 from mpx._optim._options import PARAM_DTYPES, Compression, ParamGroup, group_of
-from mpx._optim._packing import Packed, PackedLeaf, Packing, Unpacked, decode_moment
+from mpx._optim._packing import (
+    CORRECTION,
+    PackedLeaf,
+    Packing,
+    decode_moment,
+    is_packed,
+)
 from mpx._optim._state import FlashState, Stepped, make_state
 from mpx._quant._codecs import Quantized
 from mpx.compat.flashoptim import quantization
@@ -221,13 +227,11 @@ def _build(
     backend = "auto" if fused else "jax"
     optimizer = make(**hyper, groups=groups, compression=base, backend=backend)
 
-    def convert(params: PyTree, state: PyTree) -> PyTree:
-        def quantizes(name: str, param: PyTree) -> bool:
-            group = group_of(groups, name, param)
-            return ((group and group.compression) or base).quantize
+    def quantizes(name: str, param: PyTree) -> bool:
+        return (group_of(groups, name, param).compression or base).quantize
 
-        options: PyTree = dict(quantize=quantizes, group_size=group_size)
-        return from_mpx(params, state, state_type, **options)
+    options: PyTree = dict(quantize=quantizes, group_size=group_size)
+    convert: PyTree = functools.partial(from_mpx, state_type=state_type, **options)
 
     def init(params: PyTree) -> PyTree:
         _check_params(params, groups, param_groups or (), master_weight_bits, fused)
@@ -352,8 +356,14 @@ def to_mpx(params: PyTree, state: PyTree, *, group_size: int = 32) -> Stepped:
     eccs = treedef.flatten_up_to(state.ecc)
     packed = []
     for param, ecc, *stored in zip(leaves, eccs, *moments.values(), strict=True):
-        leaf = Unpacked(tuple(stored), jnp.asarray(ecc) if is_state(ecc) else None)
-        packed.append(PackedLeaf(param, leaf.pack() if is_floating(param) else None))
+        numbers, dtypes = dict(zip(moments, stored, strict=True)), [None, None]
+        if is_state(ecc):
+            numbers[CORRECTION] = jnp.asarray(ecc)
+            dtypes = [np.dtype(x.dtype) for x in (ecc, param)]
+        size = group_size * any(isinstance(x, Quantized) for x in stored)
+        packing = Packing(tuple(moments), "flashoptim", size, *dtypes)
+        leaf = packing.pack(numbers) if is_floating(param) else None
+        packed.append(PackedLeaf(param, leaf))
     new = make_state(kind, "flashoptim", tuple(moments), packed, treedef)
     count = jnp.asarray(state.count, jnp.int32)
     return Stepped(params, dataclasses.replace(new, count=count))
@@ -401,10 +411,8 @@ def from_mpx(
             '`Compression(format="flashoptim")`. Convert it with `mpx.checkpoint.to_f32` '
             "and `from_f32`."
         )
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
     for packed in jax.tree.leaves(state.packed, is_leaf=is_packed):
-        packing = Packing.read(packed, state.moments, state.format)
-        if packing.moments != state.moments:
+        if packed.packing.moments != state.moments:
             raise ValueError(
                 "Parameters with moments of several kinds, as `flash_muon` and groups with "
                 "an `optimizer` have them, have no state in flashoptim-jax."

@@ -40,9 +40,7 @@ def split_leaf(
     dtype = correction_dtype(narrow_dtype, master_weight_bits)
     if dtype is None:
         return theta.astype(narrow_dtype), no_state()
-    param, correction = UlpFraction(dtype).encode(theta, narrow_dtype, _BLOCK)
-    assert correction is not None
-    return param, correction
+    return UlpFraction(dtype).encode(theta, narrow_dtype, _BLOCK)
 
 
 def reconstruct_leaf(theta_lp: Array, rho: Array) -> Array:

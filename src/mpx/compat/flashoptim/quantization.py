@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from mpx._quant._codecs import Block, Quantized, SoftsignInt8, SqrtUint8
-
-_BLOCK = Block()
-_F16 = np.dtype(np.float16)
-_CODECS = {"mu": SoftsignInt8(_F16), "nu": SqrtUint8(_F16)}
+from mpx._optim._packing import decode_moment, encode_moment
+from mpx._quant._codecs import Quantized
 
 
 class QuantizedArray(NamedTuple):
@@ -38,17 +35,16 @@ def check_scales(x: PyTree, group_size: int) -> None:
         )
 
 
-def _in_groups(x: Array, group_size: int) -> Array:
-    flat = x.reshape(-1)
-    return jnp.pad(flat, (0, -flat.size % group_size)).reshape(-1, group_size)
+def _padded(x: Array, group_size: int) -> Array:
+    return jnp.pad(x.reshape(-1), (0, -x.size % group_size))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def quantize(name: str, x: Array, group_size: int) -> QuantizedArray:
     """Stores the moment `mu` or `nu` in 8 bits."""
-    finite = jnp.where(jnp.isfinite(x), x, 0.0)
-    codes, scales = _CODECS[name].encode(_in_groups(finite, group_size), _BLOCK)
-    codes = codes.reshape(-1)[: x.size].reshape(x.shape)
+    padded = _padded(x, group_size)
+    codes, scales = encode_moment(name, padded, "flashoptim", group_size)
+    codes = codes[: x.size].reshape(x.shape)
     if name == "nu":  # mpx never writes the code 0, but flashoptim-jax does, for zeros
         codes = jnp.where(x == 0, codes.dtype.type(0), codes)
     return QuantizedArray(codes, scales)
@@ -59,9 +55,9 @@ def dequantize(name: str, x: PyTree, group_size: int) -> Array:
     """Returns the f32 numbers of the moment `mu` or `nu`."""
     check_scales(x, group_size)
     values, scales = x
-    groups = Quantized(_in_groups(values, group_size), scales.astype(_F16))
-    flat = _CODECS[name].decode(groups, _BLOCK).reshape(-1)
-    return flat[: values.size].reshape(values.shape)
+    padded = Quantized(_padded(values, group_size), scales.astype(jnp.float16))
+    flat = decode_moment(name, padded, "flashoptim")[: values.size]
+    return flat.reshape(values.shape)
 
 
 def quantize_momentum(x: Array, group_size: int = 32) -> QuantizedArray:
