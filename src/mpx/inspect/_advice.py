@@ -1,8 +1,9 @@
 """`advise`: which precision for which part of a function, emulated or measured."""
 
 import bisect
-import collections
 import dataclasses
+import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -11,12 +12,11 @@ from jaxtyping import PyTree
 
 from mpx._amp import AmpRules, amp
 from mpx._casting._context import gradient_function, is_amp
+from mpx._casting._select import search
 from mpx._fp8 import Fp8Function
-from mpx._jax._compat import primitive_name
 from mpx._jax._warn import tell
-from mpx._program._queries import MATMULS, flops, walk
 from mpx._scaling._loss_scaling import StaticLossScaling
-from mpx.inspect._emulation import Change, Emulation, Keep, Rounded, change, label_of
+from mpx.inspect._emulation import Change, Emulation, Group, Rounded, change
 from mpx.inspect._program import gradient, program
 from mpx.inspect._result import Result, Table, percent
 
@@ -114,8 +114,8 @@ class Study:
         tell("advise: tracing the function")
         with_fp8 = any(x in formats for x in EIGHTS)
         self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
-        self.groups, traced = self.emulation.groups, self.emulation.program
-        if any(not hasattr(x, "__array__") for x in traced.arrays):
+        self.groups, self.flops = self.emulation.groups, self.emulation.flops
+        if any(not hasattr(x, "__array__") for x in self.emulation.program.arrays):
             raise TypeError(
                 "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
                 "Pass arrays with real numbers."
@@ -126,11 +126,6 @@ class Study:
         for i in sorted(self.active):
             label = self.groups[i].label
             self.labels[label] = self.labels.get(label, frozenset()) | {i}
-        # The operations of the matmuls of each group.
-        self.flops: collections.Counter[int | None] = collections.Counter()
-        for eqn, scopes, times, _ in walk(traced.jaxpr):
-            if primitive_name(eqn) in MATMULS:
-                self.flops[label_of(scopes)[0]] += flops(eqn) * times
         if not self.change(Rounded()).is_finite:
             raise ValueError(
                 "The gradient in f32 is not finite: there is nothing to compare with. "
@@ -175,20 +170,17 @@ class Study:
             return self.change(found) if eight else Change(0.0, 0.0)
         return self.change(Rounded(name, groups, scale=self.scale, is_alone=True))
 
-    def selector(self, label: str) -> Keep:
-        """Returns what keeps the groups of a label in f32."""
-        return self.groups[min(self.labels[label])].selector
-
-    def selected(self, selectors: Iterable[Keep]) -> frozenset[int]:
-        """Returns the groups that run as they are written."""
-        chosen, pairs = list(selectors), enumerate(self.groups)
-        return frozenset(i for i, x in pairs if any(y.selects(x) for y in chosen))
+    def keeping(self, half: str, label: str) -> PrecisionPolicy:
+        """Returns what keeps the groups of a label in f32, with as few others as possible."""
+        group = self.groups[min(self.labels[label])]
+        pattern = f"{re.escape(label)}$"
+        if group.param or group.scope:
+            return PrecisionPolicy(half, keep=(f"^{pattern}",))
+        return PrecisionPolicy(half, functions=(pattern,))
 
     def low(self, policy: PrecisionPolicy) -> frozenset[int]:
         """Returns the groups that a policy runs in 16 bits."""
-        kept = [Keep("keep", x) for x in policy.keep]
-        kept += [Keep("functions", x) for x in policy.functions]
-        return self.active - self.selected(kept)
+        return frozenset(i for i in self.active if not _keeps(policy, self.groups[i]))
 
     def share(self, groups: Iterable[int]) -> float:
         """Returns the share of the matmuls' operations that some groups have."""
@@ -222,29 +214,33 @@ def policies(known: Study, half: str) -> list[PrecisionPolicy]:
     work that their selectors keep come first. The work is the share of the matmuls'
     operations and the share of the groups. Selectors that select nothing new are left out.
     """
-    scores, kept = dict[Keep, float](), list[Keep]()
+    scores, found = dict[PrecisionPolicy, float](), [PrecisionPolicy(half)]
     every = known.share(known.active) or 1
     for label in known.labels:
-        selector, found = known.selector(label), known.alone(half, label)
-        if half == "f16" and (label in known.overflowing or found.lost > MOST_LOST):
-            kept.append(selector)
-        groups = known.selected([selector]) & known.active
+        one, change = known.keeping(half, label), known.alone(half, label)
+        if half == "f16" and (label in known.overflowing or change.lost > MOST_LOST):
+            found = [_both(found[0], one)]
+        groups = known.active - known.low(one)
         work = known.share(groups) / every + len(groups) / len(known.active)
-        scores[selector] = found.error**2 / work
-    lists, done = [kept], known.selected(kept)
-    for selector in sorted(scores, key=scores.__getitem__, reverse=True):
-        new = known.selected([selector]) & known.active
-        if not new <= done:
-            done |= new
-            lists.append([*lists[-1], selector])
-    return [
-        PrecisionPolicy(
-            half,
-            tuple(x.pattern for x in selectors if x.kind == "keep"),
-            tuple(x.pattern for x in selectors if x.kind == "functions"),
-        )
-        for selectors in lists
-    ]
+        scores[one] = change.error**2 / work
+    for one in sorted(scores, key=scores.__getitem__, reverse=True):
+        longer = _both(found[-1], one)
+        if known.low(longer) < known.low(found[-1]):
+            found.append(longer)
+    return found
+
+
+def _both(one: PrecisionPolicy, other: PrecisionPolicy) -> PrecisionPolicy:
+    functions = one.functions + other.functions
+    return PrecisionPolicy(one.half, one.keep + other.keep, functions)
+
+
+def _keeps(policy: PrecisionPolicy, group: Group) -> bool:
+    """Returns whether the operations of a group run as they are written."""
+    paths = [group.param, *itertools.accumulate(group.scope.split("/"), "{}/{}".format)]
+    pairs = itertools.product(policy.keep, filter(None, paths))
+    others = itertools.product(policy.functions, group.functions)
+    return any(search(*pair) for pair in (*pairs, *others))
 
 
 def propose(known: Study, half: str, limit: float, measure: bool = False) -> Candidate:
@@ -457,11 +453,11 @@ def advise(
 
 def _advice(study: Study, label: str, formats: Sequence[str]) -> GroupAdvice:
     changes = {name: study.alone(name, label) for name in formats}
-    selector = study.selector(label)
+    policy = study.keeping("bf16", label)
     return GroupAdvice(
         label=label,
-        selector=selector.pattern,
-        kind=selector.kind,
+        selector=(*policy.keep, *policy.functions)[0],
+        kind="keep" if policy.keep else "functions",
         flops=sum(study.flops[i] for i in study.labels[label]),
         errors={name: found.error for name, found in changes.items()},
         overflows=label in study.overflowing,

@@ -5,12 +5,12 @@ in f32. Where `amp` or `fp8` would round, it rounds to a format that is an argum
 compiled program serves all groups and formats.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -21,8 +21,8 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp import amp
-from mpx._casting._select import search
 from mpx._jax._compat import (
+    REMAT_SCOPE,
     Literal,
     bind,
     eval_equation,
@@ -33,13 +33,11 @@ from mpx._jax._compat import (
 )
 from mpx._jax._formats import FORMATS
 from mpx._program import HANDLERS
-from mpx._program._flow import moved
 from mpx._program._interpreter import (
     Facts,
     Kind,
     Op,
     Outcome,
-    Scopes,
     Visitor,
     as_array,
 )
@@ -52,14 +50,16 @@ from mpx._program._queries import (
     MOVES,
     REMAT,
     Equation,
+    Position,
     equations,
+    flops,
     has_body,
     names,
 )
 from mpx._wire._product import LINEAR
 from mpx.inspect._dtypes import is_f32, is_half
 from mpx.inspect._equations import PICKS, f32_params
-from mpx.inspect._program import Name, gradient, program
+from mpx.inspect._program import Place, gradient, path, program, sites
 
 # --- Groups of operations that a policy can keep in f32 -------------------------------
 
@@ -77,89 +77,15 @@ class Group(NamedTuple):
         own = getattr(self.param, "path", "") or self.param or self.scope
         return own or next(iter(self.functions), "other")
 
-    @property
-    def selector(self) -> "Keep":
-        """What keeps these operations in f32, with as few others as possible."""
-        if self.param or self.scope:
-            return Keep("keep", f"^{re.escape(self.label)}$")
-        return Keep("functions", f"{re.escape(self.label)}$")
 
-
-class Keep(NamedTuple):
-    """A selector of `amp`: an expression for `keep`, or for `AmpRules.functions`."""
-
-    kind: str
-    pattern: str
-
-    def selects(self, group: Group) -> bool:
-        """Returns whether the operations of a group run in f32."""
-        if self.kind == "functions":
-            return any(search(self.pattern, name) for name in group.functions)
-        if group.param and search(self.pattern, group.param):
-            return True
-        paths = itertools.accumulate(group.scope.split("/"), "{}/{}".format)
-        return bool(group.scope) and any(search(self.pattern, x) for x in paths)
-
-
-_LABEL = re.compile(r"^mpx-group-(\d+)(-input)?$")
-
-
-def label_of(scopes: Scopes) -> tuple[int | None, bool]:
-    """Returns the group of an equation, if known, and whether it casts an operand for it."""
-    found = next(filter(None, map(_LABEL.match, reversed(scopes))), None)
-    return (int(found[1]), found[2] is not None) if found else (None, False)
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _Labels(Visitor):
-    """Runs each equation in a scope that names its group, also in the backward pass."""
-
-    groups: dict[Group, int] = dataclasses.field(default_factory=dict)
-    _around: tuple[str, ...] = ()
-
-    def equation(self, op: Op) -> Outcome:
-        name = primitive_name(op.eqn)
-        if name in HANDLERS:
-            return HANDLERS[name](self, op)
-        number = self.groups.setdefault(self._group(op), len(self.groups))
-        # A cast to 16 bits belongs to the operation that reads it if `amp` gave both the
-        # same source; it also casts what a chain has computed.
-        trace, suffix = op.eqn.source_info.traceback, ""
-        if name == "convert_element_type":
-            found = self.frame.readers.get(op.eqn.outvars[0], ())
-            is_input = any(eqn.source_info.traceback is trace for eqn, _ in found)
-            suffix = "-input" if is_input else ""
-        with jax.named_scope(f"mpx-group-{number}{suffix}"):
-            outs = eval_equation(op.eqn, op.values)
-        return outs, [moved(op.eqn, op.facts)] * len(outs)
-
-    def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
-        return None if kind == "carry" else fact
-
-    def _group(self, op: Op) -> Group:
-        is_matmul = primitive_name(op.eqn) in (*MATMULS, LINEAR)
-        param = next(filter(None, op.facts), "") if is_matmul else ""
-        # A scope inside itself counts once.
-        path = "/".join(name for name, _ in itertools.groupby(op.scopes))
-        return Group(param, path, _functions(op.eqn, self._around))
-
-    @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
-        before = self._around
-        self._around = _functions(eqn, before)
-        try:
-            yield
-        finally:
-            self._around = before
-
-    def cache_key(self, eqn: Equation, more: PyTree) -> tuple[str, ...]:
-        return self._around
-
-
-def _functions(eqn: Equation, around: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the functions that wrote an equation, then those of the calls around it."""
-    own = (name for name, _, _ in source_frames(eqn))
-    return tuple(dict.fromkeys((*own, *around)))
+def _group_of(here: Position, place: Place) -> Group:
+    is_matmul = place.primitive in (*MATMULS, LINEAR)
+    # A scope inside itself counts once, and what is computed again is the same.
+    scopes = itertools.groupby(x for x in here.scopes if x != REMAT_SCOPE)
+    path = "/".join(name for name, _ in scopes)
+    eqns = here.eqn, *reversed(here.callers)
+    functions = dict.fromkeys(name for eqn in eqns for name, _, _ in source_frames(eqn))
+    return Group(place.param if is_matmul else "", path, tuple(functions))
 
 
 # --- Rounding to a format that is an argument -----------------------------------------
@@ -216,9 +142,9 @@ _KERNELS = (
     *ATTENTION,
     *CROSS_ENTROPY,
     GROUPED,
-    *names("dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call"),
     *names(
-        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper ffi_call"
+        "dot_product_attention_fwd dot_product_attention_fwd_wrapper ffi_call "
+        "dot_product_attention_bwd dot_product_attention_bwd_wrapper triton_kernel_call"
     ),
 )
 # The results can be represented where the operands can.
@@ -254,12 +180,13 @@ class _Rounding(Visitor):
     emulation: "Emulation"
     table: Array  # the formats, one row for each key
     with_fp8: bool  # whether operands of matmuls with a parameter may be quantised
+    callers: tuple[Equation, ...] = ()  # the equations around the running body
 
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
         by_platform = bool(eqn.params.get("branches_platforms"))
         if name in _NESTED and not by_platform:
-            return HANDLERS[name](self, _with_seed(op))
+            return HANDLERS[name](self, op)
         if name in CUSTOM or by_platform:
             return self._inline(op)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
@@ -278,7 +205,9 @@ class _Rounding(Visitor):
         """Runs the body of a call; by platform, the code for those without their own."""
         params, start = op.eqn.params, int("branches" in op.eqn.params)
         body, consts = open_jaxpr(params.get("call_jaxpr") or params["branches"][-1])
-        return self.run(body, consts, op.values[start:], op.facts[start:], op.scopes)
+        with self.inside(op.eqn, self.table):
+            values, facts = op.values[start:], op.facts[start:]
+            return self.run(body, consts, values, facts, op.scopes)
 
     def _as_written(self, op: Op) -> Outcome:
         """Runs an equation at its own dtypes, on f32 values."""
@@ -302,11 +231,13 @@ class _Rounding(Visitor):
 
     def _convert(self, op: Op) -> Outcome:
         (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
+        group, is_param = self._group(op)
         narrows = is_half(out.aval) and is_f32(var.aval)
-        if narrows and (label_of(op.scopes)[1] or is_transposed(op.eqn)):
+        # What is cast for whoever reads it: a parameter, a cotangent, and what `amp` gave the
+        # source of the operation that reads it. It also casts what a chain has computed.
+        if narrows and (is_param or is_transposed(op.eqn) or self._is_input(op.eqn)):
             return [x], [fact._replace(is_pending=True)]
         if narrows or (fact.is_pending and is_f32(out.aval)):
-            group = self._group(op)
             sources = fact.sources or (group,)
             fact = Fact(sources, is_cotangent=fact.is_cotangent)
             return [self._round(x, Key(group, sources, fact.is_cotangent))], [fact]
@@ -316,8 +247,9 @@ class _Rounding(Visitor):
 
     def _half(self, op: Op, name: str) -> Outcome:
         """Runs an operation with operands or results of 16 bits."""
-        group, values = self._group(op), list(op.values)
+        (group, _), values = self._group(op), list(op.values)
         is_matmul = name in MATMULS
+        takes_eight = self.with_fp8 and is_matmul and self.emulation.groups[group].param
         sources = (group,) if is_matmul else _sources(op)
         for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
             if not is_half(var.aval) or isinstance(var, Literal):
@@ -325,12 +257,7 @@ class _Rounding(Visitor):
             key = Key(group, sources, fact.is_cotangent)
             if is_matmul or fact.is_pending:
                 values[i] = self._round(values[i], key)
-            if (
-                self.with_fp8
-                and is_matmul
-                and self.emulation.groups[group].param
-                and i < 2
-            ):
+            if takes_eight and i < 2:
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
         if name not in _EXACT:
@@ -339,10 +266,14 @@ class _Rounding(Visitor):
             outs = [self._round(x, key) if is_half(v.aval) else x for x, v in pairs]
         return outs, [Fact(sources, is_cotangent=is_cotangent)] * len(outs)
 
-    def _group(self, op: Op) -> int:
-        found, _ = label_of(op.scopes)
-        known = (x for fact in op.facts for x in fact.sources)
-        return max(known, default=0) if found is None else found
+    def _group(self, op: Op) -> tuple[int, bool]:
+        """Returns the group of an equation, and whether it moves a parameter."""
+        return self.emulation.places[path(op.eqn, self.callers)]
+
+    def _is_input(self, cast: Equation) -> bool:
+        trace, readers = cast.source_info.traceback, self.frame.readers
+        reading = readers.get(cast.outvars[0], ())
+        return any(eqn.source_info.traceback is trace for eqn, _ in reading)
 
     def _round(self, x: Array, key: Key) -> Array:
         if not is_f32(x) or x.size == 0:
@@ -365,11 +296,20 @@ class _Rounding(Visitor):
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Array) -> Iterator[None]:
-        before, self.table = self.table, more
+        before = self.table, self.callers
+        self.table, self.callers = more, (*self.callers, eqn)
         try:
             yield
         finally:
-            self.table = before
+            self.table, self.callers = before
+
+    def cache_key(self, eqn: Equation, more: Array) -> tuple[int, ...]:
+        return path(eqn, self.callers)
+
+    def literal_fact(self, atom: object) -> Fact:
+        # The cotangent of the loss is a number. Equations inside do not say what they are.
+        eqn = self.frame.eqn
+        return Fact(is_cotangent=eqn is not None and is_transposed(eqn))
 
     def fact_inside(self, fact: Fact, var: Hashable, kind: Kind) -> Fact:
         if kind != "carry":
@@ -383,21 +323,6 @@ class _Rounding(Visitor):
 def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     """Runs an equation with f32 in place of 16 bits."""
     return bind(eqn, [as_array(x) for x in values], **f32_params(eqn, is_half))
-
-
-def _with_seed(op: Op) -> Op:
-    """Returns an operation whose numbers are cotangents if it is part of a backward pass.
-
-    The cotangent of the loss is a number, and equations inside do not say what they are part of.
-    """
-    if not is_transposed(op.eqn):
-        return op
-    pairs = zip(op.eqn.invars, op.facts, strict=True)
-    facts = [
-        fact._replace(is_cotangent=fact.is_cotangent or isinstance(x, Literal))
-        for x, fact in pairs
-    ]
-    return op._replace(facts=facts)
 
 
 def _is_cotangent(op: Op) -> bool:
@@ -464,13 +389,19 @@ class Emulation:
     ) -> None:
         # In place of fused attention its equations, so that its parts are judged.
         forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
-        labels, (body, consts) = _Labels(), open_jaxpr(forward.jaxpr)
-        jaxpr = jax.make_jaxpr(
-            lambda *arrays: labels.run(body, consts, arrays, forward.known, ())[0]
-        )(*forward.arrays)
-        self.groups = list(labels.groups)
-        # Under `amp`, with labels as positions among the groups; and what runs as written.
-        self.program, self.opaque = gradient(forward._replace(jaxpr=jaxpr)), set[str]()
+        # Under `amp`; and what runs as written.
+        self.program, self.opaque = gradient(forward), set[str]()
+        # The groups, the operations of their matmuls, and by equation the position of its
+        # group and whether it moves a parameter.
+        self.places: dict[tuple[int, ...], tuple[int, bool]] = {}
+        self.flops: collections.Counter[int] = collections.Counter()
+        numbers: dict[Group, int] = {}
+        for here, place in sites(self.program, every=True):
+            number = numbers.setdefault(_group_of(here, place), len(numbers))
+            self.places[path(here.eqn, here.callers)] = number, bool(place.param)
+            if place.primitive in MATMULS:
+                self.flops[number] += flops(here.eqn) * here.times
+        self.groups = list(numbers)
         self.rows: dict[Key, int] = {}
 
         def run(arrays: Sequence[Array], table: Array) -> list[Array]:

@@ -287,9 +287,17 @@ class _Label(NamedTuple):
     is_spread: bool = False  # a smaller array that was broadcast, as a scale is
 
 
-def sites(full: Program) -> list[tuple[Position, Place]]:
-    """Returns the equations of a program and of all jaxprs inside it, with their places."""
-    found = _Sites(full.made)
+def path(eqn: Equation, callers: Sequence[Equation]) -> tuple[int, ...]:
+    """Returns what tells an equation from itself in another call of one jaxpr."""
+    return tuple(map(id, (*callers, eqn)))
+
+
+def sites(full: Program, *, every: bool = False) -> list[tuple[Position, Place]]:
+    """Returns the equations of a program and of all jaxprs inside it, with their places.
+
+    Of the branches of a `cond`, those of the one with the most work, or of `every` one.
+    """
+    found = _Sites(full.made, every)
     found.run(full.jaxpr, [_Label(name, name) for name in full.known])
     return found.sites
 
@@ -297,9 +305,9 @@ def sites(full: Program) -> list[tuple[Position, Place]]:
 class _Sites(Walk[_Label]):
     unknown = _Label()
 
-    def __init__(self, made: Sequence[Name]) -> None:
+    def __init__(self, made: Sequence[Name], every: bool) -> None:
         self.sites: list[tuple[Position, Place]] = []
-        self._made = made
+        self._made, self._every = made, every
         self._grads: dict[Hashable, str] = {}  # by variable of the jaxpr that is walked
 
     def run(
@@ -336,7 +344,7 @@ class _Sites(Walk[_Label]):
         self, eqn: Equation, labels: list[_Label]
     ) -> list[tuple[Jaxpr, list[_Label]]]:
         found = super().bodies(eqn, labels)
-        if primitive_name(eqn) == "cond":  # the branch with the most work counts
+        if primitive_name(eqn) == "cond" and not self._every:
             return [max(found, key=lambda x: matmul_flops(x[0], lambda _: "").total())]
         return found
 
