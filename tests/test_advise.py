@@ -415,6 +415,21 @@ def test_flax_models_are_taken_whole(make):
     assert all(x.errors["bf16"] < predicted for x in rows.values())
 
 
+@pytest.mark.standard_promotion
+def test_groups_of_a_scanned_cell_are_judged():
+    linen = pytest.importorskip("flax.linen")
+    model, x = linen.RNN(linen.LSTMCell(8)), draw(3, 3, 5, 6)
+    params = model.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
+
+    found = mpx.inspect.advise(loss, params, x, formats=["bf16"])
+    kernels = [f"{way}{gate}" for way in "ih" for gate in "ifgo"]
+    labels = {f"params/cell/{name}/kernel" for name in kernels}
+    assert labels <= {x.label for x in found.groups}
+
+
 @pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_advice_for_sharded_arguments_is_that_for_one_device(kind):

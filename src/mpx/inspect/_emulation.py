@@ -21,6 +21,8 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._amp import amp
+from mpx._amp._facts import is_eligible as is_f32
+from mpx._amp._facts import is_low as is_half
 from mpx._jax._compat import (
     REMAT_SCOPE,
     Literal,
@@ -42,10 +44,7 @@ from mpx._program._interpreter import (
     as_array,
 )
 from mpx._program._queries import (
-    ATTENTION,
-    CROSS_ENTROPY,
     CUSTOM,
-    GROUPED,
     MATMULS,
     MOVES,
     REMAT,
@@ -57,7 +56,7 @@ from mpx._program._queries import (
     names,
 )
 from mpx._wire._product import LINEAR
-from mpx.inspect._dtypes import is_f32, is_half
+from mpx.inspect._buffers import KERNELS
 from mpx.inspect._equations import PICKS, f32_params
 from mpx.inspect._program import Place, gradient, path, program, sites
 
@@ -78,13 +77,13 @@ class Group(NamedTuple):
         return own or next(iter(self.functions), "other")
 
 
-def _group_of(here: Position, place: Place) -> Group:
-    is_matmul = place.primitive in (*MATMULS, LINEAR)
+def _group_of(here: Position, place: Place, weights: set[str]) -> Group:
     # A scope inside itself counts once, and what is computed again is the same.
     scopes = itertools.groupby(x for x in here.scopes if x != REMAT_SCOPE)
     path = "/".join(name for name, _ in scopes)
     eqns = here.eqn, *reversed(here.callers)
     functions = dict.fromkeys(name for eqn in eqns for name, _, _ in source_frames(eqn))
+    is_matmul = place.primitive in (*MATMULS, LINEAR) and place.param in weights
     return Group(place.param if is_matmul else "", path, tuple(functions))
 
 
@@ -137,16 +136,6 @@ def _power(x: Array) -> Array:
 # --- The program ----------------------------------------------------------------------
 
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
-# Kernels that have no code for f32, or another one.
-_KERNELS = (
-    *ATTENTION,
-    *CROSS_ENTROPY,
-    GROUPED,
-    *names(
-        "dot_product_attention_fwd dot_product_attention_fwd_wrapper ffi_call "
-        "dot_product_attention_bwd dot_product_attention_bwd_wrapper triton_kernel_call"
-    ),
-)
 # The results can be represented where the operands can.
 _EXACT = PICKS.union(MOVES, names("neg abs sign"))
 
@@ -190,7 +179,8 @@ class _Rounding(Visitor):
         if name in CUSTOM or by_platform:
             return self._inline(op)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
-        if name in HANDLERS or has_body(eqn) or (touched and name in _KERNELS):
+        # The kernels have no code for f32, or another one.
+        if name in HANDLERS or has_body(eqn) or (touched and name in KERNELS):
             return self._as_written(op)
         if name == "convert_element_type":
             return self._convert(op)
@@ -235,7 +225,8 @@ class _Rounding(Visitor):
         narrows = is_half(out.aval) and is_f32(var.aval)
         # What is cast for whoever reads it: a parameter, a cotangent, and what `amp` gave the
         # source of the operation that reads it. It also casts what a chain has computed.
-        if narrows and (is_param or is_transposed(op.eqn) or self._is_input(op.eqn)):
+        is_back = fact.is_cotangent or is_transposed(op.eqn)
+        if narrows and (is_param or is_back or self._is_input(op.eqn)):
             return [x], [fact._replace(is_pending=True)]
         if narrows or (fact.is_pending and is_f32(out.aval)):
             sources = fact.sources or (group,)
@@ -396,8 +387,12 @@ class Emulation:
         self.places: dict[tuple[int, ...], tuple[int, bool]] = {}
         self.flops: collections.Counter[int] = collections.Counter()
         numbers: dict[Group, int] = {}
-        for here, place in sites(self.program, every=True):
-            number = numbers.setdefault(_group_of(here, place), len(numbers))
+        found = sites(self.program, every=True)
+        # What matmuls read. A gradient may also be summed to that of a bias.
+        read = (x for _, x in found if x.primitive in MATMULS and not x.backward)
+        weights = {x.param for x in read}
+        for here, place in found:
+            number = numbers.setdefault(_group_of(here, place, weights), len(numbers))
             self.places[path(here.eqn, here.callers)] = number, bool(place.param)
             if place.primitive in MATMULS:
                 self.flops[number] += flops(here.eqn) * here.times
