@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,15 +13,15 @@ import numpy as np
 
 from mpx._casting._context import is_amp, is_fp8
 from mpx._fp8 import Fp8State
-from mpx._jax._compat import REMAT_SCOPE
+from mpx._jax._compat import REMAT_SCOPE, source_frames
 from mpx._jax._formats import FORMATS
 from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import EPSILON, Blame, Verdict
+from mpx.inspect._blame import EPSILON, Blame, Verdict, in_fp8, matmul_of
 from mpx.inspect._equations import to_host
-from mpx.inspect._program import Place, Program, gradient, place_of, program, unwrapped
+from mpx.inspect._program import Place, Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, source_of
-from mpx.inspect._run import NAN, Node
+from mpx.inspect._run import NAN, Node, before
 
 _REMEDIES = {
     "overflow": "{keep}",
@@ -156,28 +157,28 @@ class _Reader:
         self.scale = 1.0 if scaling is None else float(scaling.loss_scaling)
 
     def finding(self, verdict: Verdict) -> Finding:
-        blame, kind, origin = self._blame, verdict.kind, verdict.origin
-        node = blame.nodes[verdict.node]
+        blame, kind, node = self._blame, verdict.kind, verdict.node
         decides = kind in ("convergence", "decision")  # no result is made of it
-        backward = verdict.node not in blame.forward and not decides
-        out = origin.out if origin and origin.node == verdict.node else 0
+        backward = node not in blame.forward and not decides
+        stats = verdict.origin and verdict.origin.stats
+        stats = stats if stats and stats.node is node else node.stats[0]
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
         # What `fp8` does for a matmul is told as that matmul, with its parameter.
-        parts = blame.matmul(verdict.node)
-        names = [name for x in parts for name in x.names]
-        place, near = _place(parts[0], backward, names), ""
-        if not place.param:  # the parameter that was read last
-            made = (blame.nodes[i] for i in blame.recording.before([verdict.node]))
-            params = (name for x in made if x.eqn is not None for name in x.names)
-            near = next(filter(None, params), "")
-        sources, effect = blame.recording.operands(node), self._effect(verdict)
+        parts = matmul_of(node, blame.nodes)
+        place, near = parts[0].place, ""
+        param = next(filter(None, (x.place.param for x in parts)), "")
+        backward = backward or place.backward
+        place = dataclasses.replace(place, param=param, backward=backward)
+        if not param:  # the parameter that was read last
+            near = next(filter(None, (x.param for x in before([node]))), "")
+        sources, effect = node.operands, self._effect(verdict)
         role = ""
         if kind == "clipping":
             # Its operand is the product of the numbers and the inverse of their scale.
-            sources = blame.recording.operands(blame.nodes[node.parents[0][0]])[:1]
+            sources = sources[0].node.operands[:1]
             limits[kind] = low.max * sources[0].largest / node.stats[0].largest
-            is_weight = any(any(x.names) for x in blame.in_fp8(verdict.node))
+            is_weight = any(x.param for x in in_fp8(node))
             role = "weight" if is_weight else "grad" if backward else "activation"
             what = "gradient" if role == "grad" else role
             effect = f"clips the {what} to {limits[kind]:.3g}, which {effect}"
@@ -186,12 +187,12 @@ class _Reader:
             place=place,
             near=near,
             caller=_caller(node),
-            step=node.around.steps,
+            step=node.steps,
             format=low.name,
             limit=limits.get(kind, low.eps),
             operands=tuple(x.shadow for x in sources if not math.isnan(x.shadow[0])),
-            result=node.stats[out].shadow,
-            got=node.stats[out].own,
+            result=stats.shadow,
+            got=stats.own,
             effect=effect,
             remedy=self._remedy(kind, node, place, role),
         )
@@ -203,13 +204,10 @@ class _Reader:
         if origin is None:
             share = _amount(verdict.influence or 0.0)
             return f"changes the {verdict.result} by {share}, with all else in f32"
-        node = blame.nodes[origin.node]
-        classes = node.stats[origin.out].classes
-        is_nan = classes is not None and (classes[classes != 0] == NAN).all()
+        node, is_nan = origin.stats.node, origin.stats.kinds == {NAN}
         what = "nan" if is_nan else "infinite numbers"
-        if origin.node != verdict.node and node.eqn is not None:
-            place = _place(node, False)
-            return f"`{place.primitive}` at {place.source} makes {what} of it"
+        if node is not verdict.node and node.eqn is not None:
+            return f"`{node.primitive}` at {node.place.source} makes {what} of it"
         pairs = zip(blame.names, blame.own, strict=True)
         reached = [name for name, x in pairs if not np.isfinite(x).all()]
         return f"{what}, which reach the {_and_more(reached)}"
@@ -250,19 +248,11 @@ class _Reader:
         )
 
 
-def _place(node: Node, backward: bool, names: Sequence[str | None] = ()) -> Place:
-    if node.eqn is None:
-        name = next(filter(None, node.names), "a constant")
-        return Place("input", name, "", "unknown", "", False)
-    around = node.around
-    backward = backward or around.backward
-    names = names or node.names
-    return place_of(node.eqn, names, around.scopes, around.frames, backward=backward)
-
-
 def _caller(node: Node) -> str:
     """Returns the first line outside installed packages, if it is not the first."""
-    frames, library = node.around.frames, f"{sys.base_prefix}/lib/python"
+    eqns = (x for x in (node.eqn, *reversed(node.here.callers)) if x is not None)
+    frames = [frame for eqn in eqns for frame in source_frames(eqn)]
+    library = f"{sys.base_prefix}/lib/python"
     own = (x for x in frames if "site-packages" not in x[1])
     first = next((x for x in own if not x[1].startswith(library)), None)
     return source_of([first]) if first and first != frames[0] else ""
@@ -427,7 +417,8 @@ def explain(
         reader, judgement = _Reader(blame, func, scaling), blame.judgement
         found = _told_once(reader.finding(x) for x in blame.verdicts)
         fault, *others = [*found] or [None]
-        errors = dict(zip(blame.names, blame.errors.tolist(), strict=True))
+        errors = [*blame.errors.tolist(), 0.0]
+        params = [forward.names[i] for i in forward.params if whole is not forward]
         formats = {x.format.name for x in blame.nodes if x.format is not None}
         return Explanation(
             ok=judgement == "ok",
@@ -436,9 +427,9 @@ def explain(
             others=tuple(filter(None, others)),
             loss=_first(blame.actual),
             loss_in_f32=_first(blame.exact),
-            loss_error=errors.pop("loss", 0.0),
-            grad_errors={_param(k): x for k, x in errors.items() if k != _param(k)},
-            unstable=tuple(map(_param, blame.unstable)),
+            loss_error=errors[0] if forward.has_loss else 0.0,
+            grad_errors=dict(zip(params, errors[1:], strict=False)),
+            unstable=tuple(itertools.compress(params, blame.unstable)),
             formats=tuple(sorted(formats)),
             equations=sum(x.eqn is not None for x in blame.nodes),
             scale=reader.scale,
@@ -467,11 +458,6 @@ def _with_gradient(
         return forward, ["loss", *labels[1:]] if forward.has_loss else labels
     names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
-
-
-def _param(label: str) -> str:
-    """Returns the parameter of a gradient; any other label as it is."""
-    return label.removeprefix("gradient of ").strip("`")
 
 
 def _cpu() -> Any:

@@ -21,13 +21,13 @@ from mpx._jax._arguments import check_function
 from mpx._jax._compat import (
     amp_recording,
     as_function,
-    eval_jaxpr,
+    eval_equation,
     primitive_name,
     source_frames,
 )
 from mpx._jax._tree import LeafName, is_floating
 from mpx._program._flow import Walk, moved, pull
-from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes, Transformation
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Transformation
 from mpx._program._queries import (
     MATMULS,
     MOVES,
@@ -39,7 +39,7 @@ from mpx._program._queries import (
 )
 from mpx._scaling._loss_scaling import LossScaling
 from mpx.inspect._dtypes import is_float
-from mpx.inspect._result import Frames, source_of
+from mpx.inspect._result import source_of
 
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
@@ -94,16 +94,8 @@ class Program(NamedTuple):
 class _AsWritten(Transformation):
     """Runs a function as it is."""
 
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[PyTree],
-        args: Sequence[PyTree],
-        facts: Sequence[Fact],
-        scopes: Scopes,
-    ) -> Outcome:
-        outs = eval_jaxpr(jaxpr, consts, *args)
-        return outs, [None] * len(outs)
+    def equation(self, op: Op) -> Outcome:
+        return eval_equation(op.eqn, op.values), [None] * len(op.eqn.outvars)
 
 
 def program(
@@ -258,25 +250,6 @@ class Place:
         return self.param or self.scope or f"{self.function} ({self.source})"
 
 
-def place_of(
-    eqn: Equation,
-    names: Sequence[Name],
-    scopes: Scopes,
-    frames: Frames,
-    *,
-    backward: bool,
-) -> Place:
-    """Returns the place of an equation, given the parameters among its operands."""
-    return Place(
-        primitive_name(eqn),
-        next(filter(None, names), ""),
-        "/".join(x for x in scopes if x != FP8_SCOPE),
-        source_of(frames),
-        frames[0][0].rpartition(".")[2] if frames else "",
-        backward,
-    )
-
-
 class _Label(NamedTuple):
     """What is known of a value."""
 
@@ -292,12 +265,14 @@ def path(eqn: Equation, callers: Sequence[Equation]) -> tuple[int, ...]:
     return tuple(map(id, (*callers, eqn)))
 
 
-def sites(full: Program, *, every: bool = False) -> list[tuple[Position, Place]]:
+def sites(
+    full: Program, *, every: bool = False, with_grads: bool = True
+) -> list[tuple[Position, Place]]:
     """Returns the equations of a program and of all jaxprs inside it, with their places.
 
     Of the branches of a `cond`, those of the one with the most work, or of `every` one.
     """
-    found = _Sites(full.made, every)
+    found = _Sites(full.made if with_grads else (), every)
     found.run(full.jaxpr, [_Label(name, name) for name in full.known])
     return found.sites
 
@@ -336,7 +311,14 @@ class _Sites(Walk[_Label]):
         # Inside a jitted function of a library the equations have no frames of the user.
         eqns = (eqn, *reversed(here.callers))
         frames = next(filter(None, map(source_frames, eqns)), ())
-        place = place_of(eqn, operands, here.scopes, frames, backward=backward)
+        place = Place(
+            primitive=primitive_name(eqn),
+            param=next(filter(None, operands), ""),
+            scope="/".join(x for x in here.scopes if x != FP8_SCOPE),
+            source=source_of(frames),
+            function=frames[0][0].rpartition(".")[2] if frames else "",
+            backward=backward,
+        )
         self.sites.append((here, place))
         return _results(eqn, labels)
 

@@ -19,18 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._casting._keep import FP8_SCOPE
-from mpx._jax._compat import (
-    Literal,
-    is_transposed,
-    open_jaxpr,
-    primitive_name,
-    scan_sizes,
-    scopes_of,
-    source_frames,
-)
+from mpx._jax._compat import Literal, open_jaxpr, primitive_name, scan_sizes
 from mpx._jax._formats import Format
-from mpx._program._flow import moved, propagate
-from mpx._program._queries import Equation, called, last_uses
+from mpx._program._flow import propagate
+from mpx._program._queries import OUTERMOST, Equation, Position, called, last_uses
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import (
     Array,
@@ -49,27 +41,23 @@ from mpx.inspect._equations import (
     to_host,
     widened,
 )
-from mpx.inspect._program import Name
+from mpx.inspect._program import Place, Program, path, sites
 
 NAN, PLUS, MINUS = 1, 2, 3
-"""Classes of numbers that are not finite."""
-Classes = np.ndarray | None
-"""Those among some numbers; `None` if all are finite."""
+"""Kinds of numbers that are not finite."""
+Kinds = frozenset[int]
 Lanes = tuple[Array, ...]
 """A value in f32; in a recording, that of the program and that of its shadow."""
-Ref = tuple[int, int]
-"""A value of a run: the number of the node that made it, and which result it is."""
-NO_REF: Ref = (-1, 0)
 Site = tuple[str, bool]
 """The equations that one source line has made: the line, and whether it is backward."""
+_INPUT = Place("input", "a constant", "", "unknown", "", backward=False)
 
 
 class Value(NamedTuple):
-    """A value in each lane, where it comes from, and which parameter it is."""
+    """A value in each lane; in a recording, what is known of it if it is no literal."""
 
     lanes: Lanes
-    ref: Ref = NO_REF
-    name: Name = None
+    stats: "Stats | None" = None
 
 
 Values = list[Value]
@@ -78,19 +66,15 @@ Values = list[Value]
 class Around(NamedTuple):
     """What is around an equation."""
 
-    scopes: tuple[str, ...] = ()
+    callers: tuple[Equation, ...] = ()  # that hold it, outermost first
     steps: tuple[tuple[int, int], ...] = ()  # of its loops: (step, how many there are)
-    backward: bool = False
-    frames: tuple[tuple[str, str, int], ...] = ()  # (function, file, line), from inside
     axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
+
+    def inside(self, eqn: Equation) -> "Around":
+        return self._replace(callers=(*self.callers, eqn))
 
     def in_step(self, step: int, length: int = 0) -> "Around":
         return self._replace(steps=(*self.steps, (step, length)))
-
-    def site(self, eqn: Equation) -> Site:
-        """Returns the site of an equation."""
-        line = "{1}:{2}".format(*self.frames[0]) if self.frames else ""
-        return line or primitive_name(eqn), self.backward
 
 
 class Run:
@@ -104,7 +88,7 @@ class Run:
 
     def __init__(
         self,
-        low: Callable[[Site], bool] = lambda _: False,
+        low: Callable[[Site | None], bool] = lambda _: False,
         *,
         recording: "Recording | None" = None,
         free: Site | None = None,
@@ -123,19 +107,20 @@ class Run:
         # Loops that have ended in f32 only, what they then held, the step and the test
         self.parted: list[tuple[Equation, Values, int, Value]] = []
         self._ends: dict[int, list[list[Any]]] = {}
-        self._known: dict[int, tuple[Any, ...]] = {}
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
         return (widened(to_host(x)),)
 
-    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
-        """Returns a value that no equation has made: an input, a part, or a stack."""
+    def source(self, lanes: Lanes, values: Sequence[Value] = ()) -> Value:
+        """Returns a value that no equation has made: an input, or a part or stack of some."""
         return Value(lanes)
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation without jaxprs inside, in the precision that its site has."""
-        args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
+        args, axes, site = [x.lanes[0] for x in operands], around.axes, None
+        if self._recording is not None:
+            site = site_of(self._recording.places[path(eqn, around.callers)][1])
         if self._constant is not None and eqn is self._constant[0]:
             number = np.float32(self._constant[1])
             pairs = zip(args, eqn.invars, strict=True)
@@ -166,41 +151,25 @@ class Run:
             self._ends[id(body)] = last_uses(body)
 
         def rule(eqn: Equation, operands: Values) -> Values:
-            return self._equation(eqn, operands, self._inside(eqn, around or Around()))
+            return self._equation(eqn, operands, around or Around())
 
         def literal(atom: Any) -> Value:
             return Value(self.lanes_of(np.asarray(atom.val, atom.aval.dtype)))
 
         return propagate(body, env, rule, literal, self._ends[id(body)])
 
-    def _inside(self, eqn: Equation, around: Around) -> Around:
-        """Returns what is around the body of an equation."""
-        if id(eqn) not in self._known:
-            frames = tuple(source_frames(eqn))
-            self._known[id(eqn)] = scopes_of(eqn), is_transposed(eqn), frames
-        scopes, backward, frames = self._known[id(eqn)]
-        # The lines inside a jitted function end there, those inside a scan do not.
-        rest = () if frames[-1:] == around.frames[-1:] else around.frames
-        return around._replace(
-            scopes=around.scopes + scopes,
-            backward=around.backward or backward,
-            frames=frames + rest,
-        )
-
     def _equation(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        name = primitive_name(eqn)
+        name, inside = primitive_name(eqn), around.inside(eqn)
         if name in ("scan", "while", "cond"):
-            return getattr(self, f"_{name}")(eqn, operands, around)
+            return getattr(self, f"_{name}")(eqn, operands, inside)
         if name == "shard_map" and not around.axes:
-            return self._shard_map(eqn, operands, around)
+            return self._shard_map(eqn, operands, inside)
         is_whole = name in ("pallas_call", "shard_map") or is_rounding(eqn)
         body = None if is_whole else called(eqn)
         if body is not None:
-            return self(body, operands, around)
-        if not eqn.outvars:  # a print, say
-            return []
-        param = moved(eqn, [x.name for x in operands])
-        return [x._replace(name=param) for x in self.leaf(eqn, operands, around)]
+            return self(body, operands, inside)
+        # No results: a print, say.
+        return self.leaf(eqn, operands, around) if eqn.outvars else []
 
     def _choose(self, decide: Callable[[], int]) -> int:
         if self._given is not None:
@@ -218,8 +187,7 @@ class Run:
         params = eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
-        carry = [x._replace(name=None) for x in operands[n_cond + n_body :]]
-        step = 0
+        carry, step = operands[n_cond + n_body :], 0
 
         def goes_on() -> int:
             # Until the first lane ends: a counter that stands still would run forever.
@@ -239,7 +207,7 @@ class Run:
         n_consts, n_carry = scan_sizes(eqn.params)
         length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
         consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
-        carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
+        carry = operands[n_consts : n_consts + n_carry]
         rows, depth = list[Values](), len(around.axes)
         for step in range(length)[::order]:
             at = (slice(None),) * depth + (step,)
@@ -260,7 +228,7 @@ class Run:
         is_numpy = isinstance(values[0].lanes[0], np.ndarray | np.generic)
         stack = np.stack if is_numpy else jnp.stack  # of PRNG keys
         lanes = _in_lanes(lambda *xs: stack(xs, depth), values)
-        return self.source(lanes, [x.ref for x in values])
+        return self.source(lanes, values)
 
     def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
         axes, params = mapped_axes(eqn), eqn.params
@@ -271,7 +239,7 @@ class Run:
         return [self._moved(x, lambda y, s=s: join(y, s, axes)) for x, s in pairs]
 
     def _moved(self, x: Value, func: Callable[[Array], Array]) -> Value:
-        return self.source(_in_lanes(func, [x]), [x.ref])._replace(name=x.name)
+        return self.source(_in_lanes(func, [x]), [x])
 
 
 def _in_lanes(func: Callable[..., Array], values: Values) -> Lanes:
@@ -293,7 +261,7 @@ def _edge(low: Format) -> float:
     return low.max * (1 + low.eps / 4)  # about half a unit in the last place
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Stats:
     """What is known of one value of a recording.
 
@@ -301,8 +269,8 @@ class Stats:
     not finite that is finite in the shadow.
     """
 
-    classes: Classes = None  # of the program's numbers
-    shadow_classes: Classes = None
+    kinds: Kinds = frozenset()  # of the program's numbers that are not finite
+    shadow_kinds: Kinds = frozenset()
     shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
     own: tuple[float, float] = _NONE
     largest: float = 0.0  # magnitude in the shadow that is finite
@@ -311,29 +279,56 @@ class Stats:
     deviation: float = 0.0  # of the program from the shadow
     error: float = 0.0  # of the local result
     local_is_finite: bool = True  # where the shadow is
+    node: "Node" = dataclasses.field(init=False)  # that made it
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """An equation that was run, or a value that none has made."""
 
-    eqn: Equation  # `None` for an input, a constant, or a part of another value
-    around: Around
-    names: tuple[Name, ...]  # the parameters among its operands; the name of an input
-    parents: tuple[Ref, ...]
+    index: int  # in the order of execution
+    here: Position
+    place: Place
+    values: dataclasses.InitVar[Sequence[Value]]  # of its operands
     stats: list[Stats]  # of each result
+    steps: tuple[tuple[int, int], ...] = ()  # see `Around`
     format: Format | None = None  # the coarsest below f32 that it uses
-    written: tuple[float, ...] = ()  # operands that are numbers in the code
+    is_turned: bool = False  # whether it compares with another result in f32
+    operands: list[Stats] = dataclasses.field(init=False)  # without literals
+    written: list[float] = dataclasses.field(init=False)  # operands that are literals
+
+    def __post_init__(self, values: Sequence[Value]) -> None:
+        self.operands = [x.stats for x in values if x.stats is not None]
+        literals = (x.lanes[0] for x in values if x.stats is None)
+        self.written = [float(x) for x in literals if is_float(x) and not np.ndim(x)]
+        for x in self.stats:
+            x.node = self
+
+    @property
+    def site(self) -> Site:
+        """The equations of the same line."""
+        own = f"input {self.index}", False
+        return own if self.eqn is None else site_of(self.place)
+
+    @property
+    def eqn(self) -> Equation:
+        """The equation; `None` for an input, a constant, or a part of another value."""
+        return self.here.eqn
+
+    @property
+    def param(self) -> str:
+        """The parameter that the equation reads; "" for none."""
+        return "" if self.eqn is None else self.place.param
 
     @property
     def primitive(self) -> str:
         """The name of the primitive; "" for no equation."""
-        return "" if self.eqn is None else primitive_name(self.eqn)
+        return "" if self.eqn is None else self.place.primitive
 
     @property
     def in_fp8(self) -> bool:
         """Whether it is part of what `fp8` makes of a matmul."""
-        return FP8_SCOPE in self.around.scopes
+        return FP8_SCOPE in self.here.scopes
 
     @property
     def excess(self) -> float:
@@ -357,15 +352,22 @@ class Node:
 class Recording(Run):
     """Runs a program in its own precision and in f32, and measures each result."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__(most_steps=math.inf)
         self.nodes: list[Node] = []
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
         self.eps = 0.0  # of the coarsest format met so far
-        self.turned: set[int] = set()  # nodes that compare with another result in f32
+        found = sites(program, every=True, with_grads=False)
+        self.places = {path(x.eqn, x.callers): (x, place) for x, place in found}
+        pairs = zip(program.arrays, program.names, strict=True)
+        inputs = [
+            self.source(self.lanes_of(x), (), dataclasses.replace(_INPUT, param=name))
+            for x, name in pairs
+        ]
+        self.results = self(program.jaxpr, inputs)
 
     @functools.cached_property
-    def endless(self) -> list[tuple[int, int, int]]:
+    def endless(self) -> list[tuple[Node, int, int]]:
         """Loops that end in f32 only: what compares, the steps, and those not enough."""
         found = []
         for eqn, operands, step, test in self.parted:
@@ -373,9 +375,9 @@ class Recording(Run):
             own = Run(lambda _: True, most_steps=most)
             own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
             if own.is_cut:
-                before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
-                compares = (i for i, x in before if x is not None and is_decision(x))
-                found.append((next(compares, test.ref[0]), step, step + most))
+                last = self.nodes[-1] if test.stats is None else test.stats.node
+                compares = (x for x in before([last]) if x.eqn and is_decision(x.eqn))
+                found.append((next(compares, last), step, step + most))
         return found
 
     def lanes_of(self, x: Array) -> Lanes:
@@ -383,16 +385,13 @@ class Recording(Run):
         x = to_host(x)
         return x, widened(x)
 
-    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
+    def source(
+        self, lanes: Lanes, values: Sequence[Value] = (), place: Place = _INPUT
+    ) -> Value:
         """Notes a value that no equation has made."""
-        self.nodes.append(Node(None, Around(), (), tuple(parents), [_compare(*lanes)]))
-        return Value(lanes, (len(self.nodes) - 1, 0))
-
-    def input(self, x: Array, name: Name, is_param: bool) -> Value:
-        """Returns an argument of the program."""
-        value = self.source(self.lanes_of(x))
-        self.nodes[-1].names = (name,)
-        return value._replace(name=name if is_param else None)
+        stats = _compare(*lanes)
+        self.nodes.append(Node(len(self.nodes), OUTERMOST, place, values, [stats]))
+        return Value(lanes, stats)
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation in both lanes and measures its results."""
@@ -406,62 +405,49 @@ class Recording(Run):
             if low is not None and not only_moves(eqn):
                 local = run_as_written(eqn, wide, around.axes)
         self.eps = max(self.eps, low.eps if low else 0.0)
+        is_turned = False
         if is_decision(eqn) and not around.axes:
             if shadow is not outs:
                 free = shadow[0]
                 shadow = local = [settled(wide, free, np.asarray(outs[0]), self.eps)]
-                if not np.array_equal(shadow[0], free):
-                    self.turned.add(len(self.nodes))
+                is_turned = not np.array_equal(shadow[0], free)
             self.decisions.append(np.asarray(shadow[0]))
-        written = [x.lanes[0] for x in operands if x.ref == NO_REF]
-        node = Node(
-            eqn,
-            around,
-            names=tuple(x.name for x in operands),
-            parents=tuple(x.ref for x in operands),
-            stats=[_compare(*x) for x in zip(outs, shadow, local, strict=True)],
-            format=low,
-            written=tuple(float(x) for x in written if is_float(x) and not np.ndim(x)),
-        )
+        stats = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
+        here, place = self.places[path(eqn, around.callers)]
+        node = Node(len(self.nodes), here, place, operands, stats, around.steps, low)
+        node.is_turned = is_turned
         self.nodes.append(node)
-        lanes, index = zip(outs, shadow, strict=True), len(self.nodes) - 1
-        return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
-
-    def stats(self, ref: Ref) -> Stats:
-        """Returns what is known of a value; nothing for a literal."""
-        return Stats() if ref[0] < 0 else self.nodes[ref[0]].stats[ref[1]]
-
-    def operands(self, node: Node) -> list[Stats]:
-        """Returns what is known of the operands of a node that are no literals."""
-        return [self.stats(ref) for ref in node.parents if ref[0] >= 0]
-
-    def before(
-        self, starts: Iterable[int], passes: Callable[[Node], bool] = lambda _: True
-    ) -> Iterator[int]:
-        """Yields nodes and what those that pass are made from, the latest first."""
-        queue, seen = [-start for start in starts], set[int]()
-        heapq.heapify(queue)
-        while queue:
-            index = -heapq.heappop(queue)
-            if index >= 0 and index not in seen:
-                seen.add(index)
-                yield index
-                if passes(self.nodes[index]):
-                    for ref in self.nodes[index].parents:
-                        heapq.heappush(queue, -ref[0])
-
-    def site(self, index: int) -> Site:
-        """Returns the site of a node."""
-        node = self.nodes[index]
-        if node.eqn is None:
-            return f"input {index}", False
-        return node.around.site(node.eqn)
+        lanes = zip(outs, shadow, strict=True)
+        return [Value(*x) for x in zip(lanes, stats, strict=True)]
 
 
-def _classes(x: Numbers) -> Classes:
+def before(
+    starts: Iterable[Node], passes: Callable[[Node], bool] = lambda _: True
+) -> Iterator[Node]:
+    """Yields nodes and what those that pass are made from, the latest first."""
+    seen = {x.index: x for x in starts}
+    queue = [-index for index in seen]
+    heapq.heapify(queue)
+    while queue:
+        node = seen[-heapq.heappop(queue)]
+        yield node
+        for x in node.operands if passes(node) else ():
+            if x.node.index not in seen:
+                seen[x.node.index] = x.node
+                heapq.heappush(queue, -x.node.index)
+
+
+def site_of(place: Place) -> Site:
+    """Returns the site of an equation."""
+    named = place.primitive if place.source == "unknown" else place.source
+    return named, place.backward
+
+
+def _kinds(x: Numbers) -> Kinds:
+    if np.isfinite(x).all():
+        return frozenset()
     tests = (np.isnan, NAN), (np.isposinf, PLUS), (np.isneginf, MINUS)
-    found = [kind for test, kind in tests if test(x).any()]
-    return np.array(found) if found else None
+    return frozenset(kind for test, kind in tests if test(x).any())
 
 
 def _ends(x: np.ndarray) -> tuple[float, float]:
@@ -474,31 +460,23 @@ def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
     if not is_float(shadow) or own.dtype.kind == "u":  # bytes
         return Stats()
     a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
-    s = a if own is shadow else np.asarray(widened(shadow))
-    stats = Stats(_classes(a), own=_ends(a), zeros=bool(np.any(a == 0)))
-    stats.shadow_classes = stats.classes if s is a else _classes(s)
-    stats.shadow = stats.own if s is a else _ends(s)
-    stats.largest = float(np.nanmax(np.abs([0.0, *stats.shadow])))
-    if s is a or local is None:
-        return stats
-    with np.errstate(all="ignore"):
-        good = np.isfinite(s)
-        wanted, both = np.where(good, s, 0), good & np.isfinite(a)
-        stats.deviation = _relative_norm(np.where(both, a - s, 0), wanted)
-        if local is shadow:
-            return stats
-        t, nonzero = np.asarray(widened(local)), good & (s != 0)
-        stats.local_is_finite = bool((np.isfinite(t) | ~good).all())
-        error = np.where(good & np.isfinite(t), t - s, 0)
-        stats.error = _relative_norm(error, wanted)
-        if not stats.local_is_finite:
-            stats.error = math.inf
-        if nonzero.any():
-            stats.smallest = float(np.abs(s[nonzero]).min())
+    s = np.asarray(widened(shadow))
+    good = np.isfinite(s)
+    sizes = np.abs(s[good & (s != 0)])
+    stats = Stats(_kinds(a), _kinds(s), _ends(s), _ends(a), zeros=bool(np.any(a == 0)))
+    if sizes.size:
+        stats.largest, stats.smallest = float(sizes.max()), float(sizes.min())
+    if local is not None and local is not own:
+        t = np.asarray(widened(local))
+        stats.deviation, stats.error = (_distance(x, s, good) for x in (a, t))
+        if not (np.isfinite(t) | ~good).all():
+            stats.local_is_finite, stats.error = False, math.inf
     return stats
 
 
-def _relative_norm(error: Numbers, value: Numbers) -> float:
-    """Returns the 2-norm of an error relative to that of a value."""
-    size, off = (float(np.linalg.norm(x.astype(np.float64))) for x in (value, error))
+@np.errstate(all="ignore")
+def _distance(x: Numbers, shadow: Numbers, good: Numbers) -> float:
+    """Returns the 2-norm of an error, relative to the numbers that are `good`."""
+    parts = np.where(good, shadow, 0), np.where(good & np.isfinite(x), x - shadow, 0)
+    size, off = (float(np.linalg.norm(x.astype(np.float64))) for x in parts)
     return off / size if size else math.inf if off else 0.0
