@@ -102,7 +102,8 @@ class Run:
         self._clips = clips
         self._given = None if recording is None else iter(recording.choices)
         self._decisions = iter(() if recording is None else recording.decisions)
-        self.choices: list[int] = []  # the branches and steps that were taken
+        # The branches and steps that were taken, by each device of a `shard_map`
+        self.choices: list[np.ndarray] = []
         self.is_cut = False  # whether a loop was left after `most_steps`
         # Loops that have ended in f32 only, what they then held, the step and the test
         self.parted: list[tuple[Equation, Values, int, Value]] = []
@@ -171,36 +172,56 @@ class Run:
         # No results: a print, say.
         return self.leaf(eqn, operands, around) if eqn.outvars else []
 
-    def _choose(self, decide: Callable[[], int]) -> int:
+    def _choose(self, decide: Callable[[], np.ndarray]) -> np.ndarray:
         if self._given is not None:
             return next(self._given)
         self.choices.append(decide())
         return self.choices[-1]
 
+    def _merged(self, index: np.ndarray, values: Values, var: Any) -> Value:
+        """Returns for each device of a `shard_map` its own of some values."""
+        at = index.reshape(index.shape + (1,) * var.aval.ndim)
+
+        def merged(x: Array, *others: Array) -> Array:
+            for i, other in enumerate(others, 1):
+                x = to_host(jnp.where(at == i, other, x))
+            return x
+
+        return self.source(_in_lanes(merged, values), values)
+
     def _cond(self, eqn: Equation, operands: Values, around: Around) -> Values:
         index, branches = operands[0].lanes[0], eqn.params["branches"]
-        last = len(branches) - 1
-        chosen = self._choose(lambda: int(np.clip(np.ravel(index)[0], 0, last)))
-        return self(branches[chosen], operands[1:], around)
+        index = self._choose(lambda: np.clip(index, 0, len(branches) - 1))
+        taken = np.unique(index)
+        found = [self(branches[i], operands[1:], around) for i in taken]
+        if len(found) == 1:
+            return found[0]
+        places, rows = np.searchsorted(taken, index), zip(*found, strict=True)
+        pairs = zip(rows, eqn.outvars, strict=True)
+        return [self._merged(places, [*values], var) for values, var in pairs]
 
     def _while(self, eqn: Equation, operands: Values, around: Around) -> Values:
         params = eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
-        carry, step = operands[n_cond + n_body :], 0
+        carry, step, goes_on = operands[n_cond + n_body :], 0, np.array(True)
 
-        def goes_on() -> int:
+        def decide() -> np.ndarray:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
-            lanes = [bool(np.all(x)) for x in test.lanes]
-            if lanes[0] and not all(lanes):
+            own, both = (x & goes_on for x in (test.lanes[0], np.all(test.lanes, 0)))
+            if (own != both).any():
                 self.parted.append((eqn, [*tests, *consts, *carry], step, test))
-            self.is_cut |= all(lanes) and step >= self._most_steps
-            return int(all(lanes) and step < self._most_steps)
+            self.is_cut |= bool(both.any()) and step >= self._most_steps
+            return both & (step < self._most_steps)
 
-        while self._choose(goes_on):
-            carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))
-            step += 1
+        while (goes_on := self._choose(decide)).any():
+            inside = around.in_step(step)
+            outs = self(params["body_jaxpr"], [*consts, *carry], inside)
+            if not goes_on.all():
+                rows = zip(carry, outs, eqn.outvars, strict=True)
+                outs = [self._merged(goes_on, [x, y], var) for x, y, var in rows]
+            carry, step = outs, step + 1
         return carry
 
     def _scan(self, eqn: Equation, operands: Values, around: Around) -> Values:
