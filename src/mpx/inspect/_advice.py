@@ -112,8 +112,10 @@ class Study:
         self._call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
         self._measured: dict[PrecisionPolicy, float] = {}  # errors
         tell("advise: tracing the function")
-        with_fp8 = any(x in formats for x in EIGHTS)
-        self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
+        # In place of fused attention its equations, so that its parts are judged.
+        forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
+        with_fp8 = not {*formats}.isdisjoint(EIGHTS)
+        self.emulation = Emulation(forward, with_fp8=with_fp8)
         self.groups, self.flops = self.emulation.groups, self.emulation.flops
         if any(not hasattr(x, "__array__") for x in self.emulation.program.arrays):
             raise TypeError(

@@ -13,7 +13,10 @@ _KINDS = (
     "all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|"
     "collective-permute|collective-broadcast"
 )
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-$]+) (?:\(.*)?\{$")
+# Its name after `ENTRY`, if it is that, and its lines, which are indented.
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-$]+) (?:\(.*)?\{[ \t]*\n((?:[ \t].*\n?)*)", re.MULTILINE
+)
 _CALLED = re.compile(r"(?:body|calls|to_apply|condition)=%?([\w.\-$]+)")
 _CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _COLLECTIVE = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
@@ -89,7 +92,9 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 
 
 def _found(text: str) -> Iterator[Collective]:
-    entry, bodies = _computations(text)
+    found = _COMPUTATION.findall(text)
+    bodies = {name: lines.splitlines() for _, name, lines in found}
+    entry = next((name for is_entry, name, _ in found if is_entry), "")
     runs, devices = _runs(entry, bodies), _number(r"num_partitions=(\d+)", text)
     for name, lines in bodies.items():
         times, in_loop = runs.get(name, (0, False))
@@ -109,20 +114,6 @@ def _found(text: str) -> Iterator[Collective]:
                 sent = round(times * _sent(kind, size, group))
                 short = _SHORT.get(dtype) or dtype
                 yield Collective(kind, short, shape, group, times, in_loop, sent)
-
-
-def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """Returns the name of the entry, and the lines of each computation by its name."""
-    entry, found, lines = "", dict[str, list[str]](), list[str]()
-    for line in text.splitlines():
-        if line.startswith((" ", "\t")):
-            lines.append(line)
-        elif match := _COMPUTATION.match(line.strip()):
-            lines = found.setdefault(match[2], [])
-            entry = match[2] if match[1] else entry
-        else:
-            lines = []
-    return entry, found
 
 
 def _runs(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool]]:
@@ -166,8 +157,6 @@ def _group(line: str, devices: int) -> int:
 def _sent(kind: str, size: float, group: int) -> float:
     """Returns how many bytes a device sends for a result of `size` bytes."""
     others = group - 1
-    if kind == "reduce-scatter":
-        return size * others
-    if kind in ("all-gather", "all-to-all"):
-        return size * others / group
-    return 2 * size * others / group if kind == "all-reduce" else size
+    factors = {"reduce-scatter": others, "all-reduce": 2 * others / group}
+    factors |= dict.fromkeys(("all-gather", "all-to-all"), others / group)
+    return size * factors.get(kind, 1)

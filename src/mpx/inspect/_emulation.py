@@ -11,16 +11,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import PyTree
 
-from mpx._amp import amp
 from mpx._amp._facts import is_eligible as is_f32
 from mpx._amp._facts import is_low as is_half
 from mpx._jax._compat import (
@@ -58,7 +56,7 @@ from mpx._program._queries import (
 from mpx._wire._product import LINEAR
 from mpx.inspect._buffers import KERNELS
 from mpx.inspect._equations import PICKS, f32_params
-from mpx.inspect._program import Place, gradient, path, program, sites
+from mpx.inspect._program import Place, Program, gradient, path, sites
 
 # --- Groups of operations that a policy can keep in f32 -------------------------------
 
@@ -368,19 +366,10 @@ class Change(NamedTuple):
 
 
 class Emulation:
-    """The gradient of a function, with any groups rounded."""
+    """The gradient of a function under `amp`, with any groups rounded."""
 
-    def __init__(
-        self,
-        func: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        *,
-        with_fp8: bool = True,
-    ) -> None:
-        # In place of fused attention its equations, so that its parts are judged.
-        forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
-        # Under `amp`; and what runs as written.
+    def __init__(self, forward: Program, *, with_fp8: bool = True) -> None:
+        # And what runs as written.
         self.program, self.opaque = gradient(forward), set[str]()
         # The groups, the operations of their matmuls, and by equation the position of its
         # group and whether it moves a parameter.

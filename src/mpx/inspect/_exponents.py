@@ -199,7 +199,7 @@ class ExponentStats(Result):
     def _host(self) -> np.ndarray:
         pairs = np.asarray(jax.device_get(self.counts)).astype(np.int64)
         counts = (pairs[..., 1] << 16) + pairs[..., 0]
-        return counts.sum(tuple(range(counts.ndim - 2)))
+        return counts.reshape(-1, *counts.shape[-2:]).sum(0)
 
     def histogram(self) -> np.ndarray:
         """Returns the number of values by leaf and bin, int64[leaves, 100].
