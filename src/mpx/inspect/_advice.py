@@ -14,6 +14,7 @@ from mpx._amp import AmpRules, amp
 from mpx._casting._context import gradient_function, is_amp
 from mpx._casting._select import search
 from mpx._fp8 import Fp8Function
+from mpx._jax._arguments import check_value
 from mpx._jax._warn import tell
 from mpx._scaling._loss_scaling import StaticLossScaling
 from mpx.inspect._emulation import Change, Emulation, Group, Rounded, change
@@ -430,16 +431,11 @@ def advise(
     """
     known = (*HALVES, *EIGHTS)
     chosen = (formats,) if isinstance(formats, str) else formats
-    if not chosen or not {*chosen} <= {*known}:
-        raise ValueError(
-            f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
-        )
+    is_known = bool(chosen) and {*chosen} <= {*known}
+    check_value(is_known, "formats", f"some of {', '.join(known)}", formats)
     formats = tuple(name for name in known if name in chosen)
-    if not max_grad_error > 0:
-        raise ValueError(
-            "`max_grad_error` must be a positive number such as 0.02, but it is "
-            f"{max_grad_error}."
-        )
+    positive = "a positive number such as 0.02"
+    check_value(max_grad_error > 0, "max_grad_error", positive, max_grad_error)
     wanted = [x for x in HALVES if x in formats] or ["bf16"]
     study = Study(func, args, kwargs, formats)
     proposals = {x: propose(study, x, max_grad_error, measure) for x in wanted}

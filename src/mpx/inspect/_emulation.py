@@ -39,7 +39,8 @@ from mpx._program._interpreter import (
     Op,
     Outcome,
     Visitor,
-    as_array,
+    arrays_of,
+    cast_all,
 )
 from mpx._program._queries import (
     CUSTOM,
@@ -202,12 +203,10 @@ class _Rounding(Visitor):
         inner = equations(op.eqn)
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
             self.emulation.opaque.add(primitive_name(op.eqn))
-        cast = [
-            x.astype(var.aval.dtype) if is_half(var.aval) else x
-            for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
-        ]
-        outs = eval_equation(op.eqn, cast)
-        outs = [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
+        avals = [x.aval for x in op.eqn.invars]
+        own = [x.dtype if is_half(x) else None for x in avals]
+        outs = eval_equation(op.eqn, cast_all(arrays_of(op.values), own))
+        outs = cast_all(outs, [np.float32 if is_half(x) else None for x in outs])
         return outs, [Fact(is_cotangent=_is_cotangent(op))] * len(outs)
 
     def read(self, atom: object) -> tuple[object, Fact]:
@@ -311,7 +310,7 @@ class _Rounding(Visitor):
 
 def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     """Runs an equation with f32 in place of 16 bits."""
-    return bind(eqn, [as_array(x) for x in values], **f32_params(eqn, is_half))
+    return bind(eqn, arrays_of(values), **f32_params(eqn, is_half))
 
 
 def _is_cotangent(op: Op) -> bool:

@@ -8,7 +8,6 @@ the sum over many steps, may have more than 2³¹ values.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -17,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._jax._arguments import check_axis_name
-from mpx._jax._compat import has_explicit_axes
+from mpx._jax._arguments import check_axis_name, check_choice
 from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._nnx import without_variables
-from mpx._jax._sharding import axes_of, may_cut_groups
+from mpx._jax._sharding import in_auto_axes, may_cut_groups
 from mpx._jax._tree import AxisName, dtype_of, named_leaves
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._result import Result, Table, amount, percent
@@ -94,18 +92,9 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
 def _count_leaf(x: Array) -> tuple[Array, Array]:
     """Counts one leaf where it is: counts of shards are added over devices."""
     wide = x.astype(jnp.float32)
-    squares, sharding = jnp.sum(wide * wide), jax.typeof(x).sharding
-    if not has_explicit_axes(sharding.mesh) or sharding.mesh.are_all_axes_manual:
-        return _counts(x), squares
-    # JAX cannot type a scatter of explicitly sharded arrays: each device counts its own.
-    axes = tuple(itertools.chain.from_iterable(axes_of(sharding.spec)))
-    count = jax.shard_map(
-        lambda x: carried(lax.psum(_counts(x), axes) if axes else _counts(x)),
-        mesh=sharding.mesh,
-        in_specs=sharding.spec,
-        out_specs=PartitionSpec(),
-    )
-    return count(x), squares
+    # JAX cannot type a scatter of explicitly sharded arrays.
+    whole = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
+    return in_auto_axes(_counts, whole)(x), jnp.sum(wide * wide)
 
 
 def _counts(x: Array) -> Array:
@@ -199,7 +188,7 @@ class ExponentStats(Result):
     def _host(self) -> np.ndarray:
         pairs = np.asarray(jax.device_get(self.counts)).astype(np.int64)
         counts = (pairs[..., 1] << 16) + pairs[..., 0]
-        return counts.reshape(-1, *counts.shape[-2:]).sum(0)
+        return counts.sum(tuple(range(counts.ndim - 2)))
 
     def histogram(self) -> np.ndarray:
         """Returns the number of values by leaf and bin, int64[leaves, 100].
@@ -337,10 +326,7 @@ def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
 
 
 def _format(name: str) -> Format:
-    if name not in FORMATS:
-        raise ValueError(
-            f"`dtype` must be one of {', '.join(FORMATS)}, but {name!r} was given."
-        )
+    check_choice(name, "dtype", [*FORMATS])
     return FORMATS[name]
 
 

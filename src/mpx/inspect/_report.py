@@ -327,16 +327,11 @@ class Fp8View(Result):
         """Returns the share, and the matmuls with the reason against a change."""
         total = sum(x.flops for x in self.matmuls) or 1
         low = "×".join(dict.fromkeys(x.format for x in self.matmuls))
-        rows = [
-            (
-                x.param or x.scope or short_source(x.source),
-                "×".join(map(str, x.shape)),
-                str(x.times),
-                percent(x.flops / total),
-                x.reason or x.format,
-            )
-            for x in self.matmuls
-        ]
+        rows = []
+        for x in self.matmuls:
+            place = x.param or x.scope or short_source(x.source)
+            sizes, share = "×".join(map(str, x.shape)), percent(x.flops / total)
+            rows.append((place, sizes, str(x.times), share, x.reason or x.format))
         if not rows:
             return [Table.text("No matmuls that fp8 could change.")]
         head = "parameter, or place", "shape", "times", "FLOPs", f"{low}, or why not"
@@ -428,13 +423,7 @@ class Report(Result):
         if parts:
             found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
         rows = [
-            (
-                str(x.shape),
-                x.dtype,
-                x.format,
-                x.reason or "coded",
-                short_source(x.source),
-            )
+            (str(x.shape), *x[1:3], x.reason or "coded", short_source(x.source))
             for x in dict.fromkeys(self.residuals)
         ]
         if rows:

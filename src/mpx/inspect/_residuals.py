@@ -53,11 +53,9 @@ def residual_errors(
     plain = under_amp(inner, dataclasses.replace(autocast, residuals=None))
     coded, exact = (gradient(program(f, args, kwargs)) for f in (own, plain))
     grads = [jax.jit(x.__call__)(*x.arrays)[1:] for x in (coded, exact)]
-    names = [str(coded.names[i]) for i in coded.params]
-    norm = lambda x: float(jnp.linalg.norm(jnp.ravel(x).astype(jnp.float32)))  # noqa: E731
+    norm = lambda x: float(jnp.linalg.norm(jnp.ravel(x)))  # noqa: E731
     errors = {}
-    for name, found, wanted in zip(names, *grads, strict=True):
-        size = norm(wanted)
-        change = norm(found.astype(jnp.float32) - wanted.astype(jnp.float32))
-        errors[name] = change / size if size else change
+    for i, *pair in zip(coded.params, *grads, strict=True):
+        found, wanted = (x.astype(jnp.float32) for x in pair)
+        errors[str(coded.names[i])] = norm(found - wanted) / (norm(wanted) or 1.0)
     return errors

@@ -202,13 +202,12 @@ class RunSummary(Result):
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
             unknown = "(not known, or the loss or a state)"
-            shown = [(x, x.leaf or unknown) for x in self.skips[-10:]]
-            cells = [
-                (x.step, f"{x.loss_scale:g}", leaf, x.infs, x.nans, x.leaves)
-                for x, leaf in shown
-            ]
-            rows, title = [[*map(str, x)] for x in cells], "The last skipped steps"
-            tables.append(Table(head, rows, title, frozenset({0, 1, 3, 4, 5})))
+            rows = list[list[str]]()
+            for x in self.skips[-10:]:
+                place = f"{x.loss_scale:g}", x.leaf or unknown
+                rows.append([*map(str, (x.step, *place, x.infs, x.nans, x.leaves))])
+            right = frozenset({0, 1, 3, 4, 5})
+            tables.append(Table(head, rows, "The last skipped steps", right))
         return tables
 
 
