@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, PyTree
 from mpx._jax._arguments import check_axis_name, check_choice
 from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._nnx import without_variables
-from mpx._jax._sharding import in_auto_axes, may_cut_groups
+from mpx._jax._sharding import in_auto_axes
 from mpx._jax._tree import AxisName, dtype_of, named_leaves
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._result import Result, Table, amount, percent
@@ -111,30 +111,17 @@ def _counts(x: Array) -> Array:
         cpu=lambda bins: (
             jnp.zeros(size, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
         ),
-        default=functools.partial(count_in_words, size=size),
+        default=functools.partial(count_by_comparing, size=size),
     )
     counts = counts.reshape(parts, BINS)
     return carried(jnp.sum(jnp.stack([counts & 0xFFFF, counts >> 16], axis=-1), axis=0))
 
 
-def count_in_words(bins: Array, *, size: int) -> Array:
-    """Returns how many values are in each bin, without a scatter.
-
-    Each value is compared with four bins at a time: their counts in a row of up to 128
-    values are the bytes of an int32.
-    """
-    width = math.gcd(*bins.shape[-1:], 128)
-    over, lead = tuple(range(bins.ndim)), [1] * bins.ndim
-    if width < 32 or not bins.ndim or may_cut_groups(bins, width):
-        every = lax.iota(jnp.int32, size).reshape(*lead, size)
-        is_in = lax.expand_dims(bins, (bins.ndim,)) == every
-        return jnp.sum(is_in, over, jnp.int32)
-    rows = bins.reshape(*bins.shape[:-1], bins.shape[-1] // width, 1, width)
-    every = lax.iota(jnp.int32, size // 4).reshape(*lead, -1, 1)
-    ones = jnp.where(rows >> 2 == every, 1 << 8 * (rows & 3), 0)
-    words = jnp.sum(ones, axis=-1, keepdims=True, dtype=jnp.int32)
-    counts = words >> (8 * lax.iota(jnp.int32, 4)).reshape(*lead, 1, 4) & 255
-    return jnp.sum(counts, over, jnp.int32).reshape(size)
+def count_by_comparing(bins: Array, *, size: int) -> Array:
+    """Returns how many values are in each bin, without a scatter, in one pass."""
+    every = lax.iota(jnp.int32, size).reshape(*[1] * bins.ndim, size)
+    is_in = lax.expand_dims(bins, (bins.ndim,)) == every
+    return jnp.sum(is_in, tuple(range(bins.ndim)), jnp.int32)
 
 
 # --- Statistics -----------------------------------------------------------------------
