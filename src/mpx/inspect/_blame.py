@@ -235,12 +235,12 @@ class Blame:
         for node in before([x.origin.stats.node for x in found if x.origin]):
             kind = node.primitive
             # `max(x, 0)` is a relu. An epsilon that is added may have become 0 in f16.
-            written = [abs(x) for x in node.written if x or kind == "add"]
-            small = [x for x in written if x < EPSILON]
-            if small and kind in ("add", "max"):
+            written = (abs(x) for x in node.written if x or kind == "add")
+            small = max((x for x in written if x < EPSILON), default=-1.0)
+            if kind in ("add", "max"):
                 low, high = node.stats[0].shadow
                 least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
-                if least <= 4 * max(small):  # it is what keeps the result from zero
+                if least <= 4 * small:  # it is what keeps the result from zero
                     sums.setdefault(id(node.eqn), node)
         for node in list(sums.values())[:_MOST_FOUND]:
             run = Run(lambda _: True, constant=(node.eqn, 0.1))

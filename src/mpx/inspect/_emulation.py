@@ -266,21 +266,17 @@ class _Rounding(Visitor):
     def _round(self, x: Array, key: Key) -> Array:
         if not is_f32(x) or x.size == 0:
             return x
-        made = self.frame.made
-        if (key, id(x)) not in made:
-            rows = self.emulation.rows
-            form = self.table[rows.setdefault(key, len(rows))]
-            made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
-        return made[key, id(x)][1]
+        rows = self.emulation.rows
+        form = self.table[rows.setdefault(key, len(rows))]
+        return rounded(x, form, is_scaled=key.is_eight)
 
     # The table is one more input of each body; a scan slices its inputs.
 
     def more_inputs(self, op: Op) -> Array:
         if primitive_name(op.eqn) != "scan":
             return self.table
-        return jnp.broadcast_to(
-            self.table, (op.eqn.params["length"], *self.table.shape)
-        )
+        length = op.eqn.params["length"]
+        return jnp.broadcast_to(self.table, (length, *self.table.shape))
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Array) -> Iterator[None]:
