@@ -26,7 +26,6 @@ from mpx.inspect._run import (
     Recording,
     Run,
     Site,
-    Stats,
     Value,
     before,
 )
@@ -61,7 +60,7 @@ def _threshold(low: Format | None) -> float:
 class Origin(NamedTuple):
     """A result that is not finite although its operands are."""
 
-    stats: Stats
+    node: Node
     kinds: Kinds  # of its numbers that reach the results
     constant: float | None = None  # infinite or nan, written into the equation
 
@@ -105,11 +104,10 @@ class Blame:
         self.names = [name for name, _ in kept]
         is_grad = [name.startswith("gradient") for name in self.names]
         self.is_grad = np.array(is_grad, bool)
-        made = [x.stats for _, x in kept]
-        self._results = [x for x in made if x is not None]  # without literals
-        self._live = [*before(x.node for x in self._results)][::-1]
-        # What the loss needs.
-        self.forward = {*before(x.node for x in made[:1] if x is not None)}
+        made = [x.node for _, x in kept]
+        self._results = list(filter(None, made))  # without literals
+        self._live = [*before(self._results)][::-1]
+        self.forward = {*before(filter(None, made[:1]))}  # what the loss needs
         used = [x.format for x in self._live]
         self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
         # What errors are relative to: the norms of the results in f32. A gradient of zeros is
@@ -192,9 +190,9 @@ class Blame:
     @property
     def headroom(self) -> float:
         """The factor by which all gradients may grow before one overflows."""
-        rows = [x for x in self._live if x not in self.forward]
-        pairs = [(x.format, y.largest) for x in rows for y in x.stats if y.largest > 0]
-        return min((low.max / size for low, size in pairs if low), default=math.inf)
+        rows = [x for x in self._live if x not in self.forward and x.largest > 0]
+        rooms = (x.format.max / x.largest for x in rows if x.format)
+        return min(rooms, default=math.inf)
 
     @functools.cached_property
     def verdicts(self) -> list[Verdict]:
@@ -218,7 +216,7 @@ class Blame:
         if is_finite and not all(has for has, _ in rows):
             rows = [row for row in rows if not row[0]]
         # A derivative may run before what the loss needs, and on the same line.
-        rank = lambda x: (x.constant is not None, x.stats.node not in self.forward)  # noqa: E731
+        rank = lambda x: (x.constant is not None, x.node not in self.forward)  # noqa: E731
         rows.sort(key=lambda x: (not x[0], *(rank(x[1]) if x[0] else ())))
         found: dict[Site, Verdict] = {}
         for _, origin in rows:
@@ -232,13 +230,13 @@ class Blame:
         The reciprocal of an epsilon of 1e-8 does not fit into f16.
         """
         sums: dict[int, Node] = {}
-        for node in before([x.origin.stats.node for x in found if x.origin]):
+        for node in before([x.origin.node for x in found if x.origin]):
             kind = node.primitive
             # `max(x, 0)` is a relu. An epsilon that is added may have become 0 in f16.
             written = (abs(x) for x in node.written if x or kind == "add")
             small = max((x for x in written if x < EPSILON), default=-1.0)
             if kind in ("add", "max"):
-                low, high = node.stats[0].shadow
+                low, high = node.shadow
                 least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
                 if least <= 4 * small:  # it is what keeps the result from zero
                     sums.setdefault(id(node.eqn), node)
@@ -254,18 +252,18 @@ class Blame:
         If the same operation on the operands of the shadow gives finite numbers, what made
         its operands wrong is to blame: the nearest operation with a large error of its own.
         """
-        stats, node = origin.stats, origin.stats.node
+        node = origin.node
         if node.eqn is None or origin.constant is not None:
             return Verdict(node, "input" if node.eqn is None else "constant", origin)
-        if stats.local_is_finite and not _in_shadow(origin):
+        if node.local_is_finite and not _in_shadow(origin):
             made = _through(node, lambda x: x.deviation > 0)
             wrong = filter(_is_wrong, itertools.islice(made, 1, 400))
             if (nearest := next(wrong, None)) is not None:
                 first = _first_of_chain(nearest)
                 return Verdict(first, _kind_of_error(first), origin)
-        in_shadow, kind = bool(stats.shadow_kinds), "overflow"
+        in_shadow, kind = bool(node.shadow_kinds), "overflow"
         zero = any(x.zeros for x in node.operands) or 0 in node.written
-        if in_shadow or not node.format or stats.largest <= node.format.max:
+        if in_shadow or not node.format or node.largest <= node.format.max:
             if origin.kinds == {NAN}:
                 kind = "nan"
             elif node.primitive in _SINGULAR and (zero or not in_shadow):
@@ -445,16 +443,15 @@ def _is_wrong(node: Node) -> bool:
 def _kind_of_error(node: Node) -> str:
     """Returns what is wrong with an operation whose own error is large."""
     assert node.format is not None
-    worst = max(node.stats, key=lambda x: x.error)
-    if not worst.local_is_finite:
+    if not node.local_is_finite:
         return "overflow"
     if node.excess:
         return "clipping"
-    is_small = worst.largest < max((x.largest for x in node.operands), default=0.0) / 8
+    is_small = node.largest < max((x.largest for x in node.operands), default=0.0) / 8
     tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
-    if subtracts and is_small and worst.largest > tiny:
+    if subtracts and is_small and node.largest > tiny:
         return "cancellation"
-    if worst.largest < tiny or worst.smallest < tiny / 8:
+    if node.largest < tiny or node.smallest < tiny / 8:
         return "underflow"
     if node.primitive in _TOTALS:
         return "accumulation"
@@ -494,40 +491,37 @@ def matmul_of(node: Node, nodes: Sequence[Node]) -> list[Node]:
 
 def _in_shadow(origin: Origin) -> bool:
     """Returns whether the shadow is not finite there either."""
-    return bool(origin.kinds & origin.stats.shadow_kinds)
+    return bool(origin.kinds & origin.node.shadow_kinds)
 
 
-def _origins(nodes: Sequence[Node], results: Iterable[Stats]) -> list[Origin]:
+def _origins(nodes: Sequence[Node], results: Iterable[Node]) -> list[Origin]:
     """Returns where the numbers of some results that are not finite come from.
 
     They are followed back through operands that are not finite either. The minus infinity
     of a mask that a softmax removes does not reach the results, and is not found.
     """
     # The kinds that reach the results, and the last node that reads each on the way.
-    wanted, found = {x: x.kinds for x in results}, list[Origin]()
-    readers: dict[Node, Node | None] = {
-        x.node: None for x, kinds in wanted.items() if kinds
-    }
+    wanted, found = {x: x.kinds for x in results if x.kinds}, list[Origin]()
+    readers: dict[Node, Node | None] = dict.fromkeys(wanted)
     for node in reversed(nodes):
         # What no equation has made is a part of another value, or stacked from some.
         keeps = node.primitive in ("", "convert_element_type", *PICKS)
-        for x in node.stats:
-            here, is_explained = wanted.get(x, frozenset()), False
-            for y in node.operands if here else ():
-                same = y.kinds & ({NAN} if NAN in here and not keeps else here)
-                hit = same if keeps or same else y.kinds
-                is_explained |= bool(hit)
-                if hit:
-                    readers.setdefault(y.node, node)
-                    wanted[y] = wanted.get(y, hit) | hit
-            if here and not is_explained:
-                found.append(_origin(x, here, readers))
-    return sorted(found, key=lambda x: x.stats.node.index)
+        here, is_explained = wanted.get(node, frozenset()), False
+        for y in node.operands if here else ():
+            same = y.kinds & ({NAN} if NAN in here and not keeps else here)
+            hit = same if keeps or same else y.kinds
+            is_explained |= bool(hit)
+            if hit:
+                readers.setdefault(y, node)
+                wanted[y] = wanted.get(y, hit) | hit
+        if here and not is_explained:
+            found.append(_origin(node, here, readers))
+    return sorted(found, key=lambda x: x.node.index)
 
 
-def _origin(stats: Stats, kinds: Kinds, readers: dict[Node, Node | None]) -> Origin:
+def _origin(start: Node, kinds: Kinds, readers: dict[Node, Node | None]) -> Origin:
     """Returns an origin; that of a constant is where it is first computed with."""
-    constant, node = None, stats.node
+    constant, node = None, start
     while node is not None and node.eqn is not None:
         rounded = node.primitive == "convert_element_type"
         written = (x for x in node.written if rounded or not np.isfinite(x))
@@ -536,5 +530,5 @@ def _origin(stats: Stats, kinds: Kinds, readers: dict[Node, Node | None]) -> Ori
             break
         node = readers.get(node)
     if constant is None or node is None:
-        return Origin(stats, kinds, constant)
-    return Origin(node.stats[0], node.stats[0].kinds, constant)
+        return Origin(start, kinds, constant)
+    return Origin(node, node.kinds, constant)

@@ -160,8 +160,6 @@ class _Reader:
         blame, kind, node = self._blame, verdict.kind, verdict.node
         decides = kind in ("convergence", "decision")  # no result is made of it
         backward = node not in blame.forward and not decides
-        stats = verdict.origin and verdict.origin.stats
-        stats = stats if stats and stats.node is node else node.stats[0]
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
         # What `fp8` does for a matmul is told as that matmul, with its parameter.
@@ -176,8 +174,8 @@ class _Reader:
         role = ""
         if kind == "clipping":
             # Its operand is the product of the numbers and the inverse of their scale.
-            sources = sources[0].node.operands[:1]
-            limits[kind] = low.max * sources[0].largest / node.stats[0].largest
+            sources = sources[0].operands[:1]
+            limits[kind] = low.max * sources[0].largest / node.largest
             is_weight = any(x.param for x in in_fp8(node))
             role = "weight" if is_weight else "grad" if backward else "activation"
             what = "gradient" if role == "grad" else role
@@ -191,8 +189,8 @@ class _Reader:
             format=low.name,
             limit=limits.get(kind, low.eps),
             operands=tuple(x.shadow for x in sources if not math.isnan(x.shadow[0])),
-            result=stats.shadow,
-            got=stats.own,
+            result=node.shadow,
+            got=node.own,
             effect=effect,
             remedy=self._remedy(kind, node, place, role),
         )
@@ -204,7 +202,7 @@ class _Reader:
         if origin is None:
             share = _amount(verdict.influence or 0.0)
             return f"changes the {verdict.result} by {share}, with all else in f32"
-        node, is_nan = origin.stats.node, origin.stats.kinds == {NAN}
+        node, is_nan = origin.node, origin.node.kinds == {NAN}
         what = "nan" if is_nan else "infinite numbers"
         if node is not verdict.node and node.eqn is not None:
             return f"`{node.primitive}` at {node.place.source} makes {what} of it"
@@ -431,7 +429,7 @@ def explain(
             grad_errors=dict(zip(params, errors[1:], strict=False)),
             unstable=tuple(itertools.compress(params, blame.unstable)),
             formats=tuple(sorted(formats)),
-            equations=sum(x.eqn is not None for x in blame.nodes),
+            equations=blame.recording.equations,
             scale=reader.scale,
             notes=blame.notes,
         )

@@ -57,7 +57,7 @@ class Value(NamedTuple):
     """A value in each lane; in a recording, what is known of it if it is no literal."""
 
     lanes: Lanes
-    stats: "Stats | None" = None
+    node: "Node | None" = None
 
 
 Values = list[Value]
@@ -283,13 +283,22 @@ def _edge(low: Format) -> float:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Stats:
-    """What is known of one value of a recording.
+class Node:
+    """A value of a recorded run: a result of an equation, or what none has made.
 
     Errors are 2-norms relative to the shadow; the local error is infinite if a number is
     not finite that is finite in the shadow.
     """
 
+    index: int  # in the order of execution
+    here: Position
+    place: Place
+    values: dataclasses.InitVar[Sequence[Value]]  # of the operands of the equation
+    steps: tuple[tuple[int, int], ...] = ()  # see `Around`
+    format: Format | None = None  # the coarsest below f32 that the equation uses
+    is_turned: bool = False  # whether it is a decision that is another one in f32
+    operands: "list[Node]" = dataclasses.field(init=False)  # without literals
+    written: list[float] = dataclasses.field(init=False)  # operands that are literals
     kinds: Kinds = frozenset()  # of the program's numbers that are not finite
     shadow_kinds: Kinds = frozenset()
     shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
@@ -300,30 +309,29 @@ class Stats:
     deviation: float = 0.0  # of the program from the shadow
     error: float = 0.0  # of the local result
     local_is_finite: bool = True  # where the shadow is
-    node: "Node" = dataclasses.field(init=False)  # that made it
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Node:
-    """An equation that was run, or a value that none has made."""
-
-    index: int  # in the order of execution
-    here: Position
-    place: Place
-    values: dataclasses.InitVar[Sequence[Value]]  # of its operands
-    stats: list[Stats]  # of each result
-    steps: tuple[tuple[int, int], ...] = ()  # see `Around`
-    format: Format | None = None  # the coarsest below f32 that it uses
-    is_turned: bool = False  # whether it compares with another result in f32
-    operands: list[Stats] = dataclasses.field(init=False)  # without literals
-    written: list[float] = dataclasses.field(init=False)  # operands that are literals
 
     def __post_init__(self, values: Sequence[Value]) -> None:
-        self.operands = [x.stats for x in values if x.stats is not None]
-        literals = (x.lanes[0] for x in values if x.stats is None)
+        self.operands = [x.node for x in values if x.node is not None]
+        literals = (x.lanes[0] for x in values if x.node is None)
         self.written = [float(x) for x in literals if is_float(x) and not np.ndim(x)]
-        for x in self.stats:
-            x.node = self
+
+    def compare(self, own: Array, shadow: Array, local: Array | None = None) -> None:
+        """Notes what is known of its numbers; without a local result, their range."""
+        if not is_float(shadow) or own.dtype.kind == "u":  # bytes
+            return
+        a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
+        s = np.asarray(widened(shadow))
+        good = np.isfinite(s)
+        sizes = np.abs(s[good & (s != 0)])
+        self.kinds, self.shadow_kinds = _kinds(a), _kinds(s)
+        self.shadow, self.own, self.zeros = _ends(s), _ends(a), bool(np.any(a == 0))
+        if sizes.size:
+            self.largest, self.smallest = float(sizes.max()), float(sizes.min())
+        if local is not None and local is not own:
+            t = np.asarray(widened(local))
+            self.deviation, self.error = (_distance(x, s, good) for x in (a, t))
+            if not (np.isfinite(t) | ~good).all():
+                self.local_is_finite, self.error = False, math.inf
 
     @property
     def site(self) -> Site:
@@ -356,18 +364,8 @@ class Node:
         """What `fp8` clips here over what a scale holds that was chosen before; else 0."""
         if self.format is None or self.eqn.params.get("name") != "mpx_clip":
             return 0.0
-        largest = self.stats[0].largest
-        return largest / self.format.max if largest > _edge(self.format) else 0.0
-
-    @property
-    def error(self) -> float:
-        """The largest local error of a result."""
-        return max((x.error for x in self.stats), default=0.0)
-
-    @property
-    def deviation(self) -> float:
-        """The largest distance of a result from the shadow."""
-        return max((x.deviation for x in self.stats), default=0.0)
+        is_clipped = self.largest > _edge(self.format)
+        return self.largest / self.format.max if is_clipped else 0.0
 
 
 class Recording(Run):
@@ -376,6 +374,7 @@ class Recording(Run):
     def __init__(self, program: Program) -> None:
         super().__init__(most_steps=math.inf)
         self.nodes: list[Node] = []
+        self.equations = 0  # that were run
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
         self.eps = 0.0  # of the coarsest format met so far
         found = sites(program, every=True, with_grads=False)
@@ -396,7 +395,7 @@ class Recording(Run):
             own = Run(lambda _: True, most_steps=most)
             own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
             if own.is_cut:
-                last = self.nodes[-1] if test.stats is None else test.stats.node
+                last = test.node or self.nodes[-1]
                 compares = (x for x in before([last]) if x.eqn and is_decision(x.eqn))
                 found.append((next(compares, last), step, step + most))
         return found
@@ -410,9 +409,13 @@ class Recording(Run):
         self, lanes: Lanes, values: Sequence[Value] = (), place: Place = _INPUT
     ) -> Value:
         """Notes a value that no equation has made."""
-        stats = _compare(*lanes)
-        self.nodes.append(Node(len(self.nodes), OUTERMOST, place, values, [stats]))
-        return Value(lanes, stats)
+        return self._noted(lanes, None, OUTERMOST, place, values)
+
+    def _noted(self, lanes: Lanes, local: Array | None, *known: Any) -> Value:
+        node = Node(len(self.nodes), *known)
+        node.compare(*lanes, local)
+        self.nodes.append(node)
+        return Value(lanes, node)
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation in both lanes and measures its results."""
@@ -433,13 +436,12 @@ class Recording(Run):
                 shadow = local = [settled(wide, free, np.asarray(outs[0]), self.eps)]
                 is_turned = not np.array_equal(shadow[0], free)
             self.decisions.append(np.asarray(shadow[0]))
-        stats = [_compare(*x) for x in zip(outs, shadow, local, strict=True)]
+        self.equations += 1
         here, place = self.places[path(eqn, around.callers)]
-        node = Node(len(self.nodes), here, place, operands, stats, around.steps, low)
-        node.is_turned = is_turned
-        self.nodes.append(node)
+        known = here, place, operands, around.steps, low, is_turned
         lanes = zip(outs, shadow, strict=True)
-        return [Value(*x) for x in zip(lanes, stats, strict=True)]
+        pairs = zip(lanes, local, strict=True)
+        return [self._noted(*pair, *known) for pair in pairs]
 
 
 def before(
@@ -453,9 +455,9 @@ def before(
         node = seen[-heapq.heappop(queue)]
         yield node
         for x in node.operands if passes(node) else ():
-            if x.node.index not in seen:
-                seen[x.node.index] = x.node
-                heapq.heappush(queue, -x.node.index)
+            if x.index not in seen:
+                seen[x.index] = x
+                heapq.heappush(queue, -x.index)
 
 
 def site_of(place: Place) -> Site:
@@ -474,25 +476,6 @@ def _kinds(x: Numbers) -> Kinds:
 def _ends(x: np.ndarray) -> tuple[float, float]:
     x = x[np.isfinite(x)]
     return (float(x.min()), float(x.max())) if x.size else _NONE
-
-
-def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
-    """Returns what is known of a result; of a value without a local one, its range."""
-    if not is_float(shadow) or own.dtype.kind == "u":  # bytes
-        return Stats()
-    a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
-    s = np.asarray(widened(shadow))
-    good = np.isfinite(s)
-    sizes = np.abs(s[good & (s != 0)])
-    stats = Stats(_kinds(a), _kinds(s), _ends(s), _ends(a), zeros=bool(np.any(a == 0)))
-    if sizes.size:
-        stats.largest, stats.smallest = float(sizes.max()), float(sizes.min())
-    if local is not None and local is not own:
-        t = np.asarray(widened(local))
-        stats.deviation, stats.error = (_distance(x, s, good) for x in (a, t))
-        if not (np.isfinite(t) | ~good).all():
-            stats.local_is_finite, stats.error = False, math.inf
-    return stats
 
 
 @np.errstate(all="ignore")
