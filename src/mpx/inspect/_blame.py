@@ -345,7 +345,7 @@ class Blame:
         jump = self._errors(self.shadow, self.exact)[0]
         if not jump > max(_threshold(self.format), _NOTICEABLE):
             return []
-        turned = (x for x in self.nodes if x.is_turned and x in self.forward)
+        turned = (x for x in self.recording.turned if x in self.forward)
         for node in itertools.islice(turned, _MOST_SITES):
             run = Run(recording=self.recording, free=node.site)
             change = self._errors(self._run(run, self._whole), self.shadow)[0]

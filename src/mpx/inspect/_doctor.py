@@ -290,22 +290,16 @@ class Trial:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.width = mesh, mesh.size * -(-64 // mesh.size)
         self._cut, everywhere = (NamedSharding(mesh, x) for x in (P("data"), P()))
-        self._state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=self._cut if x.ndim == 2 else everywhere
-            ),
-            jax.eval_shape(self._init),
-        )
-        self._where = jax.tree.map(lambda x: x.sharding, self._state)
-        self._jitted = jax.jit(self._step, out_shardings=(self._where, everywhere))
+        where = {"params": self._cut, "scaling": everywhere}
+        self._start = jax.jit(self._init, out_shardings=where)
+        self._jitted = jax.jit(self._step, out_shardings=(where, everywhere))
 
     def run(self, devices: Sequence[int]) -> list[list[bool]]:
         """Returns for each local device which steps it skipped.
 
         There is one step for each number: the device with a NaN in its batch; -1 for none.
         """
-        state = jax.jit(self._init, out_shardings=self._where)()
-        found = list[list[bool]]()
+        state, found = self._start(), list[list[bool]]()
         for number, device in enumerate(devices):
             state, finite = self._jitted(state, np.int32(number), np.int32(device))
             shards = sorted(finite.addressable_shards, key=lambda x: x.device.id)
@@ -315,8 +309,8 @@ class Trial:
     def collectives(self, options: Options = None) -> Sequence[Collective]:
         """Returns the collectives of one step, compiled with some options."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = self._jitted.lower(self._state, number, number)
-        return collectives(lowered.compile(options))
+        state = jax.eval_shape(self._start)  # with its shardings
+        return collectives(self._jitted.lower(state, number, number).compile(options))
 
     def _init(self) -> PyTree:
         width, (up, down) = self.width, jax.random.split(jax.random.key(0))

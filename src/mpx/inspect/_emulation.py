@@ -204,9 +204,10 @@ class _Rounding(Visitor):
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
             self.emulation.opaque.add(primitive_name(op.eqn))
         avals = [x.aval for x in op.eqn.invars]
-        own = [x.dtype if is_half(x) else None for x in avals]
+        own = tuple([x.dtype if is_half(x) else None for x in avals])
         outs = eval_equation(op.eqn, cast_all(arrays_of(op.values), own))
-        outs = cast_all(outs, [np.float32 if is_half(x) else None for x in outs])
+        wide = tuple([np.float32 if is_half(x) else None for x in outs])
+        outs = cast_all(outs, wide)
         return outs, [Fact(is_cotangent=_is_cotangent(op))] * len(outs)
 
     def read(self, atom: object) -> tuple[object, Fact]:

@@ -70,11 +70,11 @@ class Around(NamedTuple):
     steps: tuple[tuple[int, int], ...] = ()  # of its loops: (step, how many there are)
     axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
 
-    def inside(self, eqn: Equation) -> "Around":
-        return self._replace(callers=(*self.callers, eqn))
-
     def in_step(self, step: int, length: int = 0) -> "Around":
         return self._replace(steps=(*self.steps, (step, length)))
+
+
+OUTSIDE = Around()
 
 
 class Run:
@@ -107,7 +107,6 @@ class Run:
         self.is_cut = False  # whether a loop was left after `most_steps`
         # Loops that have ended in f32 only, what they then held, the step and the test
         self.parted: list[tuple[Equation, Values, int, Value]] = []
-        self._ends: dict[int, list[list[Any]]] = {}
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
@@ -142,25 +141,22 @@ class Run:
         return [Value((x,)) for x in outs]
 
     def __call__(
-        self, jaxpr: Any, args: Sequence[Value], around: Around | None = None
+        self, jaxpr: Any, args: Sequence[Value], around: Around = OUTSIDE
     ) -> Values:
         """Runs a jaxpr; values are forgotten when nothing reads them any more."""
         body, consts = open_jaxpr(jaxpr)
         known = [self.source(self.lanes_of(x)) for x in consts]
         env = dict(zip((*body.constvars, *body.invars), (*known, *args), strict=True))
-        if id(body) not in self._ends:
-            self._ends[id(body)] = last_uses(body)
-
-        def rule(eqn: Equation, operands: Values) -> Values:
-            return self._equation(eqn, operands, around or Around())
 
         def literal(atom: Any) -> Value:
             return Value(self.lanes_of(np.asarray(atom.val, atom.aval.dtype)))
 
-        return propagate(body, env, rule, literal, self._ends[id(body)])
+        rule = functools.partial(self._equation, around)
+        return propagate(body, env, rule, literal, last_uses(body))
 
-    def _equation(self, eqn: Equation, operands: Values, around: Around) -> Values:
-        name, inside = primitive_name(eqn), around.inside(eqn)
+    def _equation(self, around: Around, eqn: Equation, operands: Values) -> Values:
+        name = primitive_name(eqn)
+        inside = around._replace(callers=(*around.callers, eqn))
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, operands, inside)
         if name == "shard_map" and not around.axes:
@@ -282,7 +278,6 @@ def _edge(low: Format) -> float:
     return low.max * (1 + low.eps / 4)  # about half a unit in the last place
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class Node:
     """A value of a recorded run: a result of an equation, or what none has made.
 
@@ -290,15 +285,6 @@ class Node:
     not finite that is finite in the shadow.
     """
 
-    index: int  # in the order of execution
-    here: Position
-    place: Place
-    values: dataclasses.InitVar[Sequence[Value]]  # of the operands of the equation
-    steps: tuple[tuple[int, int], ...] = ()  # see `Around`
-    format: Format | None = None  # the coarsest below f32 that the equation uses
-    is_turned: bool = False  # whether it is a decision that is another one in f32
-    operands: "list[Node]" = dataclasses.field(init=False)  # without literals
-    written: list[float] = dataclasses.field(init=False)  # operands that are literals
     kinds: Kinds = frozenset()  # of the program's numbers that are not finite
     shadow_kinds: Kinds = frozenset()
     shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
@@ -310,13 +296,33 @@ class Node:
     error: float = 0.0  # of the local result
     local_is_finite: bool = True  # where the shadow is
 
-    def __post_init__(self, values: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        index: int,
+        where: tuple[Position, Place],
+        values: Sequence[Value],
+        around: Around = OUTSIDE,
+        low: Format | None = None,
+    ) -> None:
+        self.index = index  # in the order of execution
+        here, place = self.here, self.place = where
+        self.steps = around.steps  # of the loops around it
+        self.eqn = here.eqn  # `None` for an input, a constant, a part of another value
+        self.format = low  # the coarsest below f32 that the equation uses
+        is_made = self.eqn is not None
+        self.primitive = place.primitive if is_made else ""
+        self.param = place.param if is_made else ""  # that the equation reads
+        self.site = site_of(place) if is_made else (f"input {index}", False)
+        # Whether it is part of what `fp8` makes of a matmul, and clips by a scale
+        self.in_fp8 = FP8_SCOPE in here.scopes
+        self.clips = is_made and self.eqn.params.get("name") == "mpx_clip"
         self.operands = [x.node for x in values if x.node is not None]
         literals = (x.lanes[0] for x in values if x.node is None)
         self.written = [float(x) for x in literals if is_float(x) and not np.ndim(x)]
 
-    def compare(self, own: Array, shadow: Array, local: Array | None = None) -> None:
+    def compare(self, lanes: Lanes, local: Array | None) -> None:
         """Notes what is known of its numbers; without a local result, their range."""
+        own, shadow = lanes
         if not is_float(shadow) or own.dtype.kind == "u":  # bytes
             return
         a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
@@ -334,38 +340,11 @@ class Node:
                 self.local_is_finite, self.error = False, math.inf
 
     @property
-    def site(self) -> Site:
-        """The equations of the same line."""
-        own = f"input {self.index}", False
-        return own if self.eqn is None else site_of(self.place)
-
-    @property
-    def eqn(self) -> Equation:
-        """The equation; `None` for an input, a constant, or a part of another value."""
-        return self.here.eqn
-
-    @property
-    def param(self) -> str:
-        """The parameter that the equation reads; "" for none."""
-        return "" if self.eqn is None else self.place.param
-
-    @property
-    def primitive(self) -> str:
-        """The name of the primitive; "" for no equation."""
-        return "" if self.eqn is None else self.place.primitive
-
-    @property
-    def in_fp8(self) -> bool:
-        """Whether it is part of what `fp8` makes of a matmul."""
-        return FP8_SCOPE in self.here.scopes
-
-    @property
     def excess(self) -> float:
         """What `fp8` clips here over what a scale holds that was chosen before; else 0."""
-        if self.format is None or self.eqn.params.get("name") != "mpx_clip":
+        if not self.clips or self.format is None or self.largest <= _edge(self.format):
             return 0.0
-        is_clipped = self.largest > _edge(self.format)
-        return self.largest / self.format.max if is_clipped else 0.0
+        return self.largest / self.format.max
 
 
 class Recording(Run):
@@ -376,6 +355,7 @@ class Recording(Run):
         self.nodes: list[Node] = []
         self.equations = 0  # that were run
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
+        self.turned: list[Node] = []  # the decisions that are others in f32
         self.eps = 0.0  # of the coarsest format met so far
         found = sites(program, every=True, with_grads=False)
         self.places = {path(x.eqn, x.callers): (x, place) for x, place in found}
@@ -393,7 +373,7 @@ class Recording(Run):
         for eqn, operands, step, test in self.parted:
             most = 4 * step + 16
             own = Run(lambda _: True, most_steps=most)
-            own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
+            own._while(eqn, [Value(x.lanes[:1]) for x in operands], OUTSIDE)
             if own.is_cut:
                 last = test.node or self.nodes[-1]
                 compares = (x for x in before([last]) if x.eqn and is_decision(x.eqn))
@@ -409,11 +389,11 @@ class Recording(Run):
         self, lanes: Lanes, values: Sequence[Value] = (), place: Place = _INPUT
     ) -> Value:
         """Notes a value that no equation has made."""
-        return self._noted(lanes, None, OUTERMOST, place, values)
+        return self._noted(lanes, None, (OUTERMOST, place), values)
 
     def _noted(self, lanes: Lanes, local: Array | None, *known: Any) -> Value:
         node = Node(len(self.nodes), *known)
-        node.compare(*lanes, local)
+        node.compare(lanes, local)
         self.nodes.append(node)
         return Value(lanes, node)
 
@@ -431,17 +411,17 @@ class Recording(Run):
         self.eps = max(self.eps, low.eps if low else 0.0)
         is_turned = False
         if is_decision(eqn) and not around.axes:
+            free = shadow[0]
             if shadow is not outs:
-                free = shadow[0]
                 shadow = local = [settled(wide, free, np.asarray(outs[0]), self.eps)]
                 is_turned = not np.array_equal(shadow[0], free)
             self.decisions.append(np.asarray(shadow[0]))
         self.equations += 1
-        here, place = self.places[path(eqn, around.callers)]
-        known = here, place, operands, around.steps, low, is_turned
-        lanes = zip(outs, shadow, strict=True)
-        pairs = zip(lanes, local, strict=True)
-        return [self._noted(*pair, *known) for pair in pairs]
+        known = self.places[path(eqn, around.callers)], operands, around, low
+        pairs = zip(zip(outs, shadow, strict=True), local, strict=True)
+        values = [self._noted(*pair, *known) for pair in pairs]
+        self.turned += self.nodes[-1:] if is_turned else []
+        return values
 
 
 def before(
