@@ -56,9 +56,7 @@ class PrecisionPolicy:
         Gradients of an f16 function need a loss scale: take them with
         `mpx.value_and_grad` and `mpx.DynamicLossScaling.pow2()`.
         """
-        rules = None
-        if self.functions:
-            rules = AmpRules(functions=dict.fromkeys(self.functions, "original"))
+        rules = AmpRules(functions=dict.fromkeys(self.functions, "original"))
         return amp(func, self.half, keep=list(self.keep), rules=rules)
 
     def __str__(self) -> str:

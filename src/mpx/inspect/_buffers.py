@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
+from mpx._jax._formats import short_name
 from mpx._program._flow import Walk
 from mpx._program._interpreter import Aval, Jaxpr
 from mpx._program._queries import (
@@ -28,7 +29,6 @@ from mpx._program._queries import (
     has_body,
     names,
 )
-from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._result import total
 
 _INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
@@ -89,14 +89,13 @@ class Peak(NamedTuple):
 
 def nbytes(aval: Aval) -> int:
     """Returns the bytes of a value; a PRNG key has 8, a token or a reference none."""
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-    size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
-    return math.prod(shape) * int(size)
+    size = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * int(size)
 
 
 def by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
     """Returns the bytes by dtype, the most first."""
-    found = total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
+    found = total((x.dtype, x.bytes) for x in buffers)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -120,7 +119,11 @@ class _Value:
     """A value, the equation that makes it, and the value whose buffer it shares."""
 
     def __init__(self, aval: Aval, node: Any = None) -> None:
-        self.bytes, self.dtype = nbytes(aval), str(getattr(aval, "dtype", ""))
+        dtype = getattr(aval, "dtype", None)
+        self.bytes, self.dtype = (
+            nbytes(aval),
+            "" if dtype is None else short_name(dtype),
+        )
         self.node, self.same = node, self
         # What is in memory of what it is computed from: of a stored value, itself
         self.sources = frozenset[_Value]()

@@ -22,11 +22,4 @@ def is_low(x: object) -> bool:
 
 def short_dtypes(names: Iterable[Any]) -> str:
     """Returns `f32`, or `f32×bf16` if the dtypes differ."""
-
-    def short(name: Any) -> str:
-        try:
-            return short_name(np.dtype(name))
-        except TypeError:  # the dtype of a PRNG key
-            return str(name)
-
-    return "×".join(dict.fromkeys(map(short, names)))
+    return "×".join(dict.fromkeys(short_name(np.dtype(name)) for name in names))

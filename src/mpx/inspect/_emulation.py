@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from mpx._amp._facts import is_eligible as is_f32
 from mpx._amp._facts import is_low as is_half
+from mpx._fp8._operands import power_of_two_scale
 from mpx._jax._compat import (
     REMAT_SCOPE,
     Literal,
@@ -112,10 +113,8 @@ def rounded(x: Array, form: Array, *, is_scaled: bool = False) -> Array:
     """
     spread, tiny, limit = form[0], form[1], form[2]
     if is_scaled:
-        largest = jnp.max(jnp.abs(x), initial=0.0)
-        below = _power(largest)
         # The largest number of both 8-bit formats is 1.75 times a power of two.
-        above = jnp.where(largest > np.float32(1.75) * below, 4 * below, 2 * below)
+        above = 512 * power_of_two_scale(jnp.max(jnp.abs(x), initial=0.0), "e4m3")
         tiny, limit = tiny * (above / limit), np.inf
     size = _power(lax.clamp(tiny, jnp.abs(x), np.float32(2.0**100)))
     # A unit in the last place of this number is the spacing of the format around x: the sum
@@ -410,19 +409,13 @@ class Emulation:
         return frozenset(key.group for key in self.rows if key.is_eight == eight)
 
 
-@jax.jit
-def _squares(grads: list[Array], exact: list[Array]) -> list[Array]:
-    """Returns for each gradient the squared norms of its change, of it and of the exact."""
-    rows = [(x - y, x, y) for x, y in zip(grads, exact, strict=True)]
-    wide = [[x.astype(np.float32) for x in row] for row in rows]
-    return [jnp.stack([jnp.sum(jnp.square(x)) for x in row]) for row in wide]
-
-
 def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:
     """Returns how far gradients are from exact ones."""
-    found = np.array(jax.device_get(_squares(list(grads), list(exact))), np.float64)
-    if not found.size or not np.all(np.isfinite(found)):
-        return Change(math.inf if found.size else 0.0, 1.0)
+    rows = [(x - y, x, y) for x, y in zip(grads, exact, strict=True)]
+    sums = [[jnp.sum(jnp.square(x.astype(np.float32))) for x in row] for row in rows]
+    found = np.array(jax.device_get(sums), np.float64).reshape(-1, 3)
+    if not np.all(np.isfinite(found)):
+        return Change(math.inf, 1.0)
     off, _, whole = found.sum(0)
     kept = np.sqrt(found[:, 1] / np.maximum(found[:, 2], 1e-300))
     lost = np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)

@@ -1,5 +1,6 @@
 """Reports of the precision in which a function computes, made before it runs."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,6 @@ from mpx._program._queries import (
     MATMULS,
     MOVES,
     Equation,
-    Position,
     equations,
     flops,
     walk,
@@ -86,7 +86,7 @@ def operations(
     # The reasons of f32 in the forward pass, by line and parameter, and by line: a
     # matmul may read two parameters, and be known by one.
     forward: dict[tuple[str, str] | str, str] = {}
-    matmuls: dict[Matmul, Matmul] = {}
+    runs = collections.Counter[Matmul]()
     promoted, opaque = list[Kept](), list[Kept]()
     for here, place in sites(full):
         eqn, line = here.eqn, (place.source, place.param)
@@ -97,22 +97,19 @@ def operations(
             reason = decided.get(key, "" if is_own else why.get(id(eqn), ""))
             if place.backward:
                 reason = forward.get(place.source, reason)
-            found = _matmul(here, place, forward.get(line, reason))
+            found = _matmul(eqn, place, forward.get(line, reason))
             if found.reason and not place.backward:
                 forward[line] = found.reason
                 forward.setdefault(place.source, found.reason)
-            same = found._replace(times=0, flops=0, bytes=0)
-            before = matmuls.get(same, same)
-            matmuls[same] = found._replace(
-                times=before.times + found.times,
-                flops=before.flops + found.flops,
-                bytes=before.bytes + found.bytes,
-            )
+            runs[found] += here.times
         if id(eqn) in promoting and not (place.backward or is_own):
             promoted.append(_row(place, f"{_PROMOTED}{promoting[id(eqn)]}"))
         if _is_opaque(eqn):
             opaque.append(_row(place, REASONS["pallas_call"]))
-    rows = tuple(matmuls.values())
+    rows = tuple(
+        x._replace(times=n, flops=n * x.flops, bytes=n * x.bytes)
+        for x, n in runs.items()
+    )
     wide = [_row(x.place, x.reason) for x in rows if x.reason and not x.place.backward]
     return rows, tuple(dict.fromkeys([*wide, *promoted])), tuple(dict.fromkeys(opaque))
 
@@ -130,8 +127,8 @@ def _is_opaque(eqn: Equation) -> bool:
     return not any("mpx_" in str(x.params.get("name")) for x in inside)
 
 
-def _matmul(here: Position, place: Place, reason: str) -> Matmul:
-    eqn, times = here.eqn, here.times
+def _matmul(eqn: Equation, place: Place, reason: str) -> Matmul:
+    """Returns one run of a matmul."""
     operands = eqn.invars[: 3 if place.primitive in ATTENTION else 2]
     size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
     is_wide = any(is_f32(x.aval) for x in operands)
@@ -144,9 +141,9 @@ def _matmul(here: Position, place: Place, reason: str) -> Matmul:
         dtype=dtype,
         result=short_dtypes([eqn.outvars[0].aval.dtype]),
         shapes=tuple(tuple(x.aval.shape) for x in operands),
-        times=times,
-        flops=flops(eqn) * times,
-        bytes=size * times,
+        times=1,
+        flops=flops(eqn),
+        bytes=size,
         reason=reason if is_wide else "",
     )
 
@@ -226,8 +223,6 @@ def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:
 
 # --- What amp and fp8 decided ---------------------------------------------------------
 
-_OPAQUE = (UNKNOWN, REASONS["pallas_call"])
-
 
 class Recognised(NamedTuple):
     """Attention or experts in a program."""
@@ -278,14 +273,14 @@ def _from_decisions(
     """Returns what is in f32 or as written for a reason, and what `amp` does not know."""
     kept, opaque = list[Kept](), list[Kept]()
     for x in decisions:
-        is_opaque = x.rule == Rule.ORIGINAL and x.reason in _OPAQUE
-        is_kept = x.rule in (Rule.F32, Rule.ORIGINAL) and FP8_SCOPE not in x.scope
-        if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
-            is_low = short_dtypes(x.after[:1]) == dtype
-            is_kept = not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
         row = Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
-        if is_opaque or is_kept:
-            (opaque if is_opaque else kept).append(row)
+        if x.rule == Rule.ORIGINAL and x.reason in (UNKNOWN, REASONS["pallas_call"]):
+            opaque.append(row)
+        elif x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
+            is_known = x.primitive in (*RAGGED, *CROSS_ENTROPY)
+            kept += [row] * (short_dtypes(x.after[:1]) != dtype and not is_known)
+        elif x.rule in (Rule.F32, Rule.ORIGINAL) and FP8_SCOPE not in x.scope:
+            kept.append(row)
     return tuple(kept), tuple(opaque)
 
 
