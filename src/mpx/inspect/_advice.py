@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -109,7 +110,6 @@ class Study:
                 "predicted. Pass the function that you gave to them."
             )
         self._call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
-        self._measured: dict[PrecisionPolicy, float] = {}  # errors
         tell("advise: tracing the function")
         # In place of fused attention its equations, so that its parts are judged.
         forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
@@ -193,16 +193,14 @@ class Study:
         return self.change(rounds).error
 
     def measure(self, policy: PrecisionPolicy) -> float:
-        """Returns the error of the real gradient; runs it once."""
-        if policy not in self._measured:
-            tell(f"advise: measuring {policy}")
-            func, args, kwargs = self._call
-            scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
-            with gradient_function():
-                grad = gradient(program(policy.apply(func), args, kwargs), scaling)
-            grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
-            self._measured[policy] = change(grads, self.emulation.exact).error
-        return self._measured[policy]
+        """Returns the error of the real gradient."""
+        tell(f"advise: measuring {policy}")
+        func, args, kwargs = self._call
+        scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
+        with gradient_function():
+            grad = gradient(program(policy.apply(func), args, kwargs), scaling)
+        grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
+        return change(grads, self.emulation.exact).error
 
 
 # --- The search -----------------------------------------------------------------------
@@ -260,7 +258,7 @@ def propose(known: Study, half: str, limit: float, measure: bool = False) -> Can
 
     first = search(0)
     if measure:
-        error = known.measure
+        error = functools.cache(known.measure)
         first = first if error(found[first]) <= limit else search(min(first + 1, last))
     policy, remark = found[first], ""
     if half == "f16":

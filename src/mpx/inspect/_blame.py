@@ -8,7 +8,7 @@ alone, with everything else in f32, makes a result wrong.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -70,9 +70,8 @@ class Verdict(NamedTuple):
 
     node: Node
     kind: str  # see the guide "My loss is nan"
+    effect: str  # what it leads to
     origin: Origin | None = None  # of the numbers that are not finite
-    influence: float | None = None  # of this place alone on the worst result, relative
-    result: str = ""  # the name of that result; of a loop, what it does
 
 
 class Blame:
@@ -110,6 +109,9 @@ class Blame:
         self.forward = {*before(filter(None, made[:1]))}  # what the loss needs
         used = [x.format for x in self._live]
         self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
+        # The relative error beyond which a result is inaccurate
+        limits = {8: _INACCURATE_FP8, 4: _INACCURATE_FP4}
+        self._limit = limits.get(self.format.bits if self.format else 0, _INACCURATE)
         # What errors are relative to: the norms of the results in f32. A gradient of zeros is
         # measured against the others; beside a loss of zero, any error is large.
         sizes = np.array([_norm(x[np.isfinite(x)]) for x in self.exact], np.float64)
@@ -204,7 +206,7 @@ class Blame:
         found = found or self._decided()
         for node, n, more in self.recording.endless[:1]:
             text = f"the loop ends after {n} steps in f32, but not after {more} here"
-            found = [*found, Verdict(node, "convergence", result=text)]
+            found = [*found, Verdict(node, "convergence", text)]
         return found
 
     # --- numbers that are not finite --------------------------------------------------
@@ -220,8 +222,9 @@ class Blame:
         rows.sort(key=lambda x: (not x[0], *(rank(x[1]) if x[0] else ())))
         found: dict[Site, Verdict] = {}
         for _, origin in rows:
-            verdict = self._blamed(origin)
-            found.setdefault(verdict.node.site, verdict)
+            node, kind = self._blamed(origin)
+            verdict = Verdict(node, kind, self._reach(origin, node), origin)
+            found.setdefault(node.site, verdict)
         return list(found.values())[:_MOST_FOUND]
 
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
@@ -243,24 +246,37 @@ class Blame:
         for node in list(sums.values())[:_MOST_FOUND]:
             run = Run(lambda _: True, constant=(node.eqn, 0.1))
             if all(np.isfinite(x).all() for x in self._run(run, self._whole)):
-                return [Verdict(node, "constant", found[0].origin)]
+                first = next(x.origin for x in found if x.origin)
+                return [Verdict(node, "constant", self._reach(first, node))]
         return []
 
-    def _blamed(self, origin: Origin) -> Verdict:
-        """Returns the verdict on what is to blame for an origin.
+    def _reach(self, origin: Origin, blamed: Node) -> str:
+        """Returns what numbers that are not finite come to."""
+        node, what = (
+            origin.node,
+            "nan" if origin.node.kinds == {NAN} else "infinite numbers",
+        )
+        if node is not blamed and node.eqn is not None:
+            return f"`{node.primitive}` at {node.place.source} makes {what} of it"
+        pairs = zip(self.names, self.own, strict=True)
+        reached = and_more([name for name, x in pairs if not np.isfinite(x).all()])
+        return f"{what}, which reach the {reached}"
+
+    def _blamed(self, origin: Origin) -> tuple[Node, str]:
+        """Returns what is to blame for an origin, and for what.
 
         If the same operation on the operands of the shadow gives finite numbers, what made
         its operands wrong is to blame: the nearest operation with a large error of its own.
         """
         node = origin.node
         if node.eqn is None or origin.constant is not None:
-            return Verdict(node, "input" if node.eqn is None else "constant", origin)
+            return node, "input" if node.eqn is None else "constant"
         if node.local_is_finite and not _in_shadow(origin):
-            made = _through(node, lambda x: x.deviation > 0)
+            made = before([node], lambda x: x.deviation > 0)
             wrong = filter(_is_wrong, itertools.islice(made, 1, 400))
             if (nearest := next(wrong, None)) is not None:
                 first = _first_of_chain(nearest)
-                return Verdict(first, _kind_of_error(first), origin)
+                return first, _kind_of_error(first)
         in_shadow, kind = bool(node.shadow_kinds), "overflow"
         zero = any(x.zeros for x in node.operands) or 0 in node.written
         if in_shadow or not node.format or node.largest <= node.format.max:
@@ -268,7 +284,7 @@ class Blame:
                 kind = "nan"
             elif node.primitive in _SINGULAR and (zero or not in_shadow):
                 kind = "singularity" if in_shadow or zero else "underflow"
-        return Verdict(node, kind, origin)
+        return node, kind
 
     # --- finite results ---------------------------------------------------------------
 
@@ -326,14 +342,14 @@ class Blame:
         # Many layers may do together what none of them does alone.
         least = min(_INACCURATE, max(x.max() for _, x in errors) / 2)
         return [
-            Verdict(node, "clipping", None, float(x.max()), self.names[x.argmax()])
+            Verdict(node, "clipping", self._change(x.max(), int(x.argmax())))
             for node, x in errors
             if x.max() >= least
         ]
 
     def _running_sum(self, verdict: Verdict) -> Verdict | None:
         """Returns the verdict on a running sum whose differences have lost their digits."""
-        for node in _through(verdict.node, lambda x: not x.eqn or only_moves(x.eqn)):
+        for node in before([verdict.node], lambda x: not x.eqn or only_moves(x.eqn)):
             if node.primitive in _ACCUMULATES and node is not verdict.node:
                 return self._alone([node.site], node)
         return None
@@ -350,7 +366,7 @@ class Blame:
             run = Run(recording=self.recording, free=node.site)
             change = self._errors(self._run(run, self._whole), self.shadow)[0]
             if change > jump / 2:
-                return [Verdict(node, "decision", None, change, self.names[0])]
+                return [Verdict(node, "decision", self._change(change, 0))]
         return []
 
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
@@ -389,7 +405,11 @@ class Blame:
         share = float((self.errors if self._in_turn else errors)[worst])
         adds = node.primitive in _ADDS and not node.in_fp8
         kind = kind or ("accumulation" if adds else "precision")
-        return Verdict(node, kind, None, share, self.names[worst])
+        return Verdict(node, kind, self._change(share, worst))
+
+    def _change(self, share: float, result: int) -> str:
+        name = self.names[result]
+        return f"changes the {name} by {amount(share)}, with all else in f32"
 
     def _with(self, sites: Sequence[Site]) -> np.ndarray:
         """Returns the errors of the results with only some sites in low precision."""
@@ -402,12 +422,6 @@ class Blame:
         """Whether only the compiled program is wrong: its sums round after each term."""
         is_bad = [bool(self._bad_results(x)) for x in (self.errors, self._own_errors)]
         return is_bad == [True, False]
-
-    @property
-    def _limit(self) -> float:
-        """The relative error beyond which a result is inaccurate."""
-        limits = {8: _INACCURATE_FP8, 4: _INACCURATE_FP4}
-        return limits.get(self.format.bits if self.format else 0, _INACCURATE)
 
     def _bad_results(self, errors: np.ndarray, limit: float | None = None) -> list[int]:
         """Returns which results are further from f32 than the format explains."""
@@ -435,6 +449,18 @@ def _norm(x: Numbers) -> float:
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
 
 
+def and_more(names: Sequence[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
+def amount(error: float) -> str:
+    """Returns a relative error for readers."""
+    if not math.isfinite(error):
+        return "not finite"
+    return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
+
+
 def _is_wrong(node: Node) -> bool:
     """Returns whether the error that an operation itself makes is large."""
     return node.format is not None and node.error > _threshold(node.format)
@@ -458,15 +484,10 @@ def _kind_of_error(node: Node) -> str:
     return "cancellation" if subtracts else "precision"
 
 
-def _through(start: Node, passes: Callable[[Node], bool]) -> Iterator[Node]:
-    """Yields what a node is made from, back through the nodes that pass."""
-    return before([start], lambda x: x is start or passes(x))
-
-
 def _first_of_chain(node: Node) -> Node:
     """Follows operands that are wrong back to the first operation with an error."""
     limit = _threshold(node.format)
-    chain = _through(node, lambda x: x.deviation > limit)
+    chain = before([node], lambda x: x.deviation > limit)
     wrong = [x for x in chain if x.deviation > limit and _is_wrong(x)]
     return wrong[-1] if wrong else node
 
@@ -474,7 +495,7 @@ def _first_of_chain(node: Node) -> Node:
 def in_fp8(node: Node) -> list[Node]:
     """Returns a node and what `fp8` makes it of, back to other matmuls."""
     ends = lambda x: x.eqn and (not x.in_fp8 or x.primitive in MATMULS)  # noqa: E731
-    return [x for x in _through(node, lambda x: not ends(x)) if x.in_fp8]
+    return [x for x in before([node], lambda x: not ends(x)) if x.in_fp8]
 
 
 def matmul_of(node: Node, nodes: Sequence[Node]) -> list[Node]:

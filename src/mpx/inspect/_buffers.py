@@ -70,21 +70,12 @@ _LARGE = 0.5  # An operand counts from this share of the bytes of the result.
 _SMALLER = 0.6  # A result is kept instead of its operands below this share of theirs.
 
 
-class Buffer(NamedTuple):
-    """A value in memory."""
-
-    bytes: int
-    dtype: str
-    is_saved: bool  # the forward pass makes it and the backward pass reads it
-    is_result: bool  # of the program
-
-
 class Peak(NamedTuple):
     """The moment at which a program needs most memory, its arguments not counted."""
 
     bytes: int
-    live: list[Buffer]  # the buffers that exist then
-    saved: list[Buffer]  # what the forward pass leaves for the backward pass
+    live: "list[Value]"  # those in memory then
+    saved: "list[Value]"  # what the forward pass leaves for the backward pass
 
 
 def nbytes(aval: Aval) -> int:
@@ -93,9 +84,9 @@ def nbytes(aval: Aval) -> int:
     return math.prod(getattr(aval, "shape", ())) * int(size)
 
 
-def by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
+def by_dtype(values: "Iterable[Value]") -> dict[str, int]:
     """Returns the bytes by dtype, the most first."""
-    found = total((x.dtype, x.bytes) for x in buffers)
+    found = total((x.dtype, x.bytes) for x in values)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -110,43 +101,41 @@ class _Node:
     here: Position
     index: int
     name: str
-    reads: "list[_Value]"
+    reads: "list[Value]"
     inner: int  # the bytes that the jaxprs in it need
-    outs: "list[_Value]" = dataclasses.field(default_factory=list)
+    outs: "list[Value]" = dataclasses.field(default_factory=list)
 
 
-class _Value:
+class Value:
     """A value, the equation that makes it, and the value whose buffer it shares."""
 
     def __init__(self, aval: Aval, node: Any = None) -> None:
-        dtype = getattr(aval, "dtype", None)
-        self.bytes, self.dtype = (
-            nbytes(aval),
-            "" if dtype is None else short_name(dtype),
-        )
-        self.node, self.same = node, self
+        self.bytes, self.node, self.same = nbytes(aval), node, self
+        self.dtype = short_name(aval.dtype) if hasattr(aval, "dtype") else ""
+        # Whether the forward pass leaves it for the backward pass, or the program returns it
+        self.is_saved = self.is_result = False
         # What is in memory of what it is computed from: of a stored value, itself
-        self.sources = frozenset[_Value]()
+        self.sources = frozenset[Value]()
 
 
-class _Graph(Walk[_Value | None]):
+class _Graph(Walk[Value | None]):
     """A jaxpr without calls; the label of a literal is `None`."""
 
     unknown = None
 
     def __init__(self, jaxpr: Jaxpr, inner: Inner) -> None:
         self.nodes: list[_Node] = []  # in the order of the kernels
-        self._known: dict[Hashable, list[_Value]] = {}
+        self._known: dict[Hashable, list[Value]] = {}
         self._inner = inner
         inputs = [self.constant(var) for var in open_jaxpr(jaxpr)[0].invars]
         self.outs = self.run(jaxpr, inputs)
         self._share_buffers()
         self.results = {x.same for x in self.outs if x is not None}
-        self.stored: list[_Value] = []
+        self.stored: list[Value] = []
         self._store()
 
-    def constant(self, var: PyTree) -> _Value:
-        return _Value(var.aval)
+    def constant(self, var: PyTree) -> Value:
+        return Value(var.aval)
 
     def bodies(self, eqn: Equation, labels: list[Any]) -> list[tuple[Jaxpr, list[Any]]]:
         return super().bodies(eqn, labels)[:1] if _is_inlined(eqn) else []
@@ -165,7 +154,7 @@ class _Graph(Walk[_Value | None]):
         inner = max((x.bytes for x in self._inner(eqn)), default=0)
         reads = [x for x in labels if x is not None]
         node = _Node(here, len(self.nodes), name, reads, inner)
-        node.outs += [_Value(var.aval, node) for var in eqn.outvars]
+        node.outs += [Value(var.aval, node) for var in eqn.outvars]
         self.nodes.append(node)
         if key is not None:
             self._known[key] = node.outs
@@ -186,7 +175,7 @@ class _Graph(Walk[_Value | None]):
 
     def _store(self) -> None:
         """Finds the values in memory, and what the others are made from."""
-        readers: dict[_Value, set[_Node]] = collections.defaultdict(set)
+        readers: dict[Value, set[_Node]] = collections.defaultdict(set)
         crosses, wanted = self._crossing(), {*self.results}
         for node in self.nodes:
             read = {x.same for x in node.reads} - {x.same for x in node.outs[:1]}
@@ -194,7 +183,7 @@ class _Graph(Walk[_Value | None]):
                 readers[value].add(node)
             wanted |= read if node.name in _READS_MEMORY else set()
         for node in self.nodes:
-            sources = frozenset[_Value]().union(*(x.same.sources for x in node.reads))
+            sources = frozenset[Value]().union(*(x.same.sources for x in node.reads))
             total = sum(x.bytes for x in sources)
             for out in node.outs:
                 if out.same is not out:
@@ -213,9 +202,9 @@ class _Graph(Walk[_Value | None]):
                 out.sources = frozenset({out}) if is_stored else sources
                 self.stored += [out] * is_stored
 
-    def _crossing(self) -> set[_Value]:
+    def _crossing(self) -> set[Value]:
         """Returns the values of the forward pass from which the backward pass computes."""
-        needed: set[_Value] = set()
+        needed: set[Value] = set()
         for node in reversed(self.nodes):
             is_end = node.name in _WRITES_MEMORY or node.name in _EXPENSIVE
             is_needed = any(out.same in needed for out in node.outs)
@@ -226,11 +215,11 @@ class _Graph(Walk[_Value | None]):
     def peak(self, released: Sequence[int]) -> Peak:
         """Returns the peak; `released` results are gone once they are made."""
         # When values are read last, and which the backward pass reads.
-        dies, read_back = {x: x.node.index for x in self.stored}, set[_Value]()
+        dies, read_back = {x: x.node.index for x in self.stored}, set[Value]()
         for node in self.nodes:
             if node.outs and not any(x.same in dies for x in node.outs):
                 continue  # computed where it is read
-            roots = frozenset[_Value]().union(*(x.same.sources for x in node.reads))
+            roots = frozenset[Value]().union(*(x.same.sources for x in node.reads))
             dies |= dict.fromkeys(roots, node.index)
             read_back |= roots if node.here.backward else set()
         dies |= dict.fromkeys(self.results & dies.keys(), len(self.nodes))
@@ -247,13 +236,11 @@ class _Graph(Walk[_Value | None]):
             now += change[time]
             if now + node.inner > most:
                 most, at = now + node.inner, time
-        live, saved = list[Buffer](), list[Buffer]()
         for value in self.stored:
-            is_saved = value in read_back and not value.node.here.backward
-            found = Buffer(value.bytes, value.dtype, is_saved, value in self.results)
-            live += [found] if value.node.index <= at <= dies[value] else []
-            saved += [found] if is_saved else []
-        return Peak(most, live, saved)
+            value.is_saved = value in read_back and not value.node.here.backward
+            value.is_result = value in self.results
+        live = [x for x in self.stored if x.node.index <= at <= dies[x]]
+        return Peak(most, live, [x for x in self.stored if x.is_saved])
 
 
 def _is_inlined(eqn: Equation) -> bool:

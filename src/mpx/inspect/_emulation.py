@@ -42,6 +42,7 @@ from mpx._program._interpreter import (
     Visitor,
     arrays_of,
     cast_all,
+    dtypes_of,
 )
 from mpx._program._queries import (
     CUSTOM,
@@ -202,11 +203,9 @@ class _Rounding(Visitor):
         inner = equations(op.eqn)
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
             self.emulation.opaque.add(primitive_name(op.eqn))
-        avals = [x.aval for x in op.eqn.invars]
-        own = tuple([x.dtype if is_half(x) else None for x in avals])
+        own = dtypes_of([x.aval for x in op.eqn.invars])
         outs = eval_equation(op.eqn, cast_all(arrays_of(op.values), own))
-        wide = tuple([np.float32 if is_half(x) else None for x in outs])
-        outs = cast_all(outs, wide)
+        outs = [x.astype(np.float32) if is_half(x) else x for x in outs]
         return outs, [Fact(is_cotangent=_is_cotangent(op))] * len(outs)
 
     def read(self, atom: object) -> tuple[object, Fact]:

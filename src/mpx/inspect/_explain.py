@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -17,11 +17,19 @@ from mpx._jax._compat import REMAT_SCOPE, source_frames
 from mpx._jax._formats import FORMATS
 from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import EPSILON, Blame, Verdict, in_fp8, matmul_of
+from mpx.inspect._blame import (
+    EPSILON,
+    Blame,
+    Verdict,
+    amount,
+    and_more,
+    in_fp8,
+    matmul_of,
+)
 from mpx.inspect._equations import to_host
 from mpx.inspect._program import Place, Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, source_of
-from mpx.inspect._run import NAN, Node, before
+from mpx.inspect._run import Node, before
 
 _REMEDIES = {
     "overflow": "{keep}",
@@ -170,7 +178,7 @@ class _Reader:
         place = dataclasses.replace(place, param=param, backward=backward)
         if not param:  # the parameter that was read last
             near = next(filter(None, (x.param for x in before([node]))), "")
-        sources, effect = node.operands, self._effect(verdict)
+        sources, effect = node.operands, verdict.effect
         role = ""
         if kind == "clipping":
             # Its operand is the product of the numbers and the inverse of their scale.
@@ -194,21 +202,6 @@ class _Reader:
             effect=effect,
             remedy=self._remedy(kind, node, place, role),
         )
-
-    def _effect(self, verdict: Verdict) -> str:
-        origin, blame = verdict.origin, self._blame
-        if verdict.kind == "convergence":
-            return verdict.result
-        if origin is None:
-            share = _amount(verdict.influence or 0.0)
-            return f"changes the {verdict.result} by {share}, with all else in f32"
-        node, is_nan = origin.node, origin.node.kinds == {NAN}
-        what = "nan" if is_nan else "infinite numbers"
-        if node is not verdict.node and node.eqn is not None:
-            return f"`{node.primitive}` at {node.place.source} makes {what} of it"
-        pairs = zip(blame.names, blame.own, strict=True)
-        reached = [name for name, x in pairs if not np.isfinite(x).all()]
-        return f"{what}, which reach the {_and_more(reached)}"
 
     def _remedy(self, kind: str, node: Node, place: Place, role: str) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
@@ -318,13 +311,13 @@ class Explanation(Result):
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
         lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
         if 0.005 < self.loss_error < math.inf:
-            lines[-1] += f" (off by {_amount(self.loss_error)})"
+            lines[-1] += f" (off by {amount(self.loss_error)})"
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
             name, worst = max(errors.items(), key=lambda x: x[1])
-            lines.append(f"largest error of a gradient: {_amount(worst)} (`{name}`)")
+            lines.append(f"largest error of a gradient: {amount(worst)} (`{name}`)")
         if self.unstable:
-            names = _and_more([f"`{x}`" for x in self.unstable])
+            names = and_more([f"`{x}`" for x in self.unstable])
             lines.append(f"not judged, zero but for roundings: {names}")
         if self.scale != 1:
             lines.append(f"loss scale {self.scale:g}")
@@ -339,16 +332,6 @@ def _told_once(findings: Iterable[Finding]) -> Iterator[Finding]:
         if key not in told or REMAT_SCOPE not in found.place.scope:
             yield found
         told.add(key)
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
-
-
-def _amount(error: float) -> str:
-    if not math.isfinite(error):
-        return "not finite"
-    return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
 
 
 def explain(

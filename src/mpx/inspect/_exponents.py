@@ -230,13 +230,11 @@ class ExponentStats(Result):
             dtype: The format: "f16", "bf16", "e5m2", "e4m3".
             scale: The loss scale, by which the values are multiplied first.
         """
-        threshold = _format(dtype).smallest / 2 / scale
-        return _share(self._host, math.log2(threshold), upwards=False)
+        return _share(self._host, _format(dtype).smallest / 2 / scale, upwards=False)
 
     def overflowing(self, dtype: str, scale: float = 1.0) -> np.ndarray:
         """Returns about which share lies beyond the largest number; see `flushed`."""
-        threshold = _format(dtype).max / scale
-        return _share(self._host, math.log2(threshold), upwards=True)
+        return _share(self._host, _format(dtype).max / scale, upwards=True)
 
     def best_scale(self, dtype: str = "f16") -> list[float]:
         """Returns the largest power of two by which each leaf can be scaled, by leaf.
@@ -299,12 +297,13 @@ def _at(scale: float) -> str:
     return "" if scale == 1 else f" at a loss scale of {_power(scale)}"
 
 
-def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
-    """Returns the share of the numbers above or below `2**position`, by leaf.
+def _share(counts: np.ndarray, threshold: float, *, upwards: bool) -> np.ndarray:
+    """Returns the share of the numbers above or below a threshold, by leaf.
 
     Numbers are evenly spread within a bin; what is not known of the open ones is no loss.
     """
-    numbers, exponents = counts[:, BELOW:INF], np.arange(LOWEST, HIGHEST + 1)
+    numbers, position = counts[:, BELOW:INF], math.log2(threshold)
+    exponents = np.arange(LOWEST, HIGHEST + 1)
     within = 2.0 ** np.clip(position - exponents, 0, 1) - 1
     last = upwards and position > HIGHEST + 1
     below = np.array([position >= LOWEST or upwards, *within, last], np.float64)

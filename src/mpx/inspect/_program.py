@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -60,12 +60,6 @@ class Program(NamedTuple):
     recording: Recording  # what `amp` and `fp8` decided
 
     @property
-    def known(self) -> list[Name]:
-        """The name of each argument that is a parameter; `None` for the others."""
-        held = {*self.params, *self.frozen}
-        return [name if i in held else None for i, name in enumerate(self.names)]
-
-    @property
     def has_loss(self) -> bool:
         """Whether the first result is a floating scalar."""
         loss = next(iter(self.jaxpr.out_avals), None)
@@ -114,7 +108,8 @@ def program(
     inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
     arrays, held = arrays if shapes is None else shapes, list[PyTree]()
-    symbolic = next((x.shape for x in arrays if not all(map(_is_size, x.shape))), None)
+    is_symbolic = lambda x: any(not isinstance(n, int | np.integer) for n in x.shape)  # noqa: E731
+    symbolic = next((x.shape for x in arrays if is_symbolic(x)), None)
     if symbolic is not None:
         raise ValueError(
             f"An inspection counts bytes and operations, but an argument has the symbolic "
@@ -133,29 +128,21 @@ def program(
     # the first argument that is no state of mpx.
     has_state = any(isinstance(x, Fp8State) for x in args)
     named = argument_names(func if has_state else inner, len(args))
-    pairs = zip(named, args, strict=True)
-    states = {x for x, arg in pairs if isinstance(arg, (LossScaling, Fp8State))}
-    chosen = {name.argument for name, is_param in found if is_param} - states
-    if "" in chosen:
-        chosen = {""}
-    first = next((x for x in named if x not in states), None)
-    is_param = [
-        is_param and name.argument in chosen if chosen else name.argument == first
-        for name, is_param in found
-    ]
     given = dict(zip(named, args, strict=True))
+    states = {x for x in named if isinstance(given[x], (LossScaling, Fp8State))}
+    names, chosen = (
+        [name for name, _ in found],
+        {x.argument for x, held in found if held},
+    )
+    chosen = {""} if "" in chosen else chosen - states
+    is_held = [is_param or not chosen for _, is_param in found]
+    chosen = chosen or {*[x for x in named if x not in states][:1]}
     trained = [x for x in named if x in chosen][:1]
     parts = {x for x in chosen for y in trained if completes(given.get(x), given[y])}
-    held = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
-    frozen = [i for i in held if found[i][0].argument in parts]
-    params = [i for i in held if i not in frozen]
-    return Program(
-        jaxpr, arrays, [name for name, _ in found], params, frozen, recording
-    )
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer)
+    every = [i for i, x in enumerate(arrays) if is_held[i] and is_floating(x)]
+    params = [i for i in every if names[i].argument in chosen - parts]
+    frozen = [i for i in every if names[i].argument in parts]
+    return Program(jaxpr, arrays, names, params, frozen, recording)
 
 
 def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
@@ -177,17 +164,23 @@ def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None
 
 def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]:
     """Returns the function that `amp` or `fp8` was given, and what they do with it."""
-    # `jit` changes nothing, so it is left out.
-    own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
+    own, autocast = amp_layer(func)
+    if autocast is not None:
+        inner, wrap = unwrapped(own)
+        return inner, lambda func: under_amp(wrap(func), autocast)
     if isinstance(own, Fp8Function):
         chosen, (inner, wrap) = own.chosen, unwrapped(own.func)
         return inner, lambda func: Fp8Function(wrap(func), chosen)
+    return func, lambda func: func
+
+
+def amp_layer(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Any]:
+    """Returns what `amp` was given, and with which options; `None` without `amp`."""
+    # `jit` changes nothing, so it is left out.
+    own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
     # By `functools.wraps`, the gradient of such a function has its attributes, too.
     wrapper, given = getattr(own, "mpx_under_amp", (None, own))
-    if wrapper is not own:
-        return func, lambda func: func
-    autocast, (inner, wrap) = getattr(own, "mpx_autocast"), unwrapped(given)  # noqa: B009
-    return inner, lambda func: under_amp(wrap(func), autocast)
+    return (given, getattr(own, "mpx_autocast")) if wrapper is own else (own, None)  # noqa: B009
 
 
 def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
@@ -201,10 +194,8 @@ def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
 
     def run(arrays: Sequence[PyTree]) -> list[PyTree]:
         def value(params: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
-            full = list(arrays)
-            for position, param in zip(forward.params, params, strict=True):
-                full[position] = param
-            loss = forward(*full)[0]
+            given = dict(zip(forward.params, params, strict=True))
+            loss = forward(*(given.get(i, x) for i, x in enumerate(arrays)))[0]
             return loss if scaling is None else scaling.scale(loss), loss
 
         params = [arrays[i] for i in forward.params]
@@ -273,7 +264,9 @@ def sites(
     Of the branches of a `cond`, those of the one with the most work, or of `every` one.
     """
     found = _Sites(full.made if with_grads else (), every)
-    found.run(full.jaxpr, [_Label(name, name) for name in full.known])
+    held = {*full.params, *full.frozen}
+    known = [name if i in held else None for i, name in enumerate(full.names)]
+    found.run(full.jaxpr, [_Label(name, name) for name in known])
     return found.sites
 
 

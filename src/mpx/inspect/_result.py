@@ -125,12 +125,8 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-Frames = Sequence[tuple[str, str, int]]
-"""Function, file and line of the user's code behind an equation, from the inside out."""
-
-
-def source_of(frames: Frames) -> str:
-    """Returns the file and the line that wrote an equation."""
+def source_of(frames: Sequence[tuple[str, str, int]]) -> str:
+    """Returns file and line of the first of an equation's frames: (function, file, line)."""
     return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
 
 

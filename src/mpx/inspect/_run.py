@@ -105,8 +105,8 @@ class Run:
         # The branches and steps that were taken, by each device of a `shard_map`
         self.choices: list[np.ndarray] = []
         self.is_cut = False  # whether a loop was left after `most_steps`
-        # Loops that have ended in f32 only, what they then held, the step and the test
-        self.parted: list[tuple[Equation, Values, int, Value]] = []
+        # Loops that end in f32 only: what compares, the steps, and those not enough
+        self.endless: list[tuple[Node, int, int]] = []
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
@@ -206,8 +206,14 @@ class Run:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
             own, both = (x & goes_on for x in (test.lanes[0], np.all(test.lanes, 0)))
-            if (own != both).any():
-                self.parted.append((eqn, [*tests, *consts, *carry], step, test))
+            if (own != both).any() and test.node is not None:
+                most = 4 * step + 16
+                alone = Run(lambda _: True, most_steps=most)
+                values = (Value(x.lanes[:1]) for x in (*tests, *consts, *carry))
+                alone._while(eqn, [*values], OUTSIDE)
+                nodes = (x for x in before([test.node]) if x.eqn and is_decision(x.eqn))
+                found = next(nodes, test.node), step, step + most
+                self.endless += [found] if alone.is_cut else []
             self.is_cut |= bool(both.any()) and step >= self._most_steps
             return both & (step < self._most_steps)
 
@@ -366,20 +372,6 @@ class Recording(Run):
         ]
         self.results = self(program.jaxpr, inputs)
 
-    @functools.cached_property
-    def endless(self) -> list[tuple[Node, int, int]]:
-        """Loops that end in f32 only: what compares, the steps, and those not enough."""
-        found = []
-        for eqn, operands, step, test in self.parted:
-            most = 4 * step + 16
-            own = Run(lambda _: True, most_steps=most)
-            own._while(eqn, [Value(x.lanes[:1]) for x in operands], OUTSIDE)
-            if own.is_cut:
-                last = test.node or self.nodes[-1]
-                compares = (x for x in before([last]) if x.eqn and is_decision(x.eqn))
-                found.append((next(compares, last), step, step + most))
-        return found
-
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
         x = to_host(x)
@@ -427,14 +419,14 @@ class Recording(Run):
 def before(
     starts: Iterable[Node], passes: Callable[[Node], bool] = lambda _: True
 ) -> Iterator[Node]:
-    """Yields nodes and what those that pass are made from, the latest first."""
+    """Yields nodes and, back through those that pass, what they are made from."""
     seen = {x.index: x for x in starts}
-    queue = [-index for index in seen]
+    first, queue = {*seen}, [-index for index in seen]
     heapq.heapify(queue)
     while queue:
         node = seen[-heapq.heappop(queue)]
         yield node
-        for x in node.operands if passes(node) else ():
+        for x in node.operands if node.index in first or passes(node) else ():
             if x.index not in seen:
                 seen[x.index] = x
                 heapq.heappush(queue, -x.index)
