@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
@@ -114,20 +115,20 @@ class Study:
         # In place of fused attention its equations, so that its parts are judged.
         forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
         with_fp8 = not {*formats}.isdisjoint(EIGHTS)
-        self.emulation = Emulation(forward, with_fp8=with_fp8)
-        self.groups, self.flops = self.emulation.groups, self.emulation.flops
-        if any(not hasattr(x, "__array__") for x in self.emulation.program.arrays):
+        if any(not hasattr(x, "__array__") for x in forward.arrays):
             raise TypeError(
                 "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
                 "Pass arrays with real numbers."
             )
+        self.emulation = Emulation(forward, with_fp8=with_fp8)
+        self.groups, self.flops = self.emulation.groups, self.emulation.flops
         # The groups that `amp` runs in 16 bits, all and by label.
         self.active = self.emulation.groups_of()
         self.labels: dict[str, frozenset[int]] = {}
         for i in sorted(self.active):
             label = self.groups[i].label
             self.labels[label] = self.labels.get(label, frozenset()) | {i}
-        if not self.change(Rounded()).is_finite:
+        if not math.isfinite(self.change(Rounded()).error):
             raise ValueError(
                 "The gradient in f32 is not finite: there is nothing to compare with. "
                 "`mpx.inspect.explain` names the operation that is at fault."
@@ -148,16 +149,15 @@ class Study:
     def _range(self) -> tuple[float, set[str]]:
         """Returns the loss scale at which f16 comes to rest, and what overflows with any."""
         bad = set[str]()
-        if not self.change(Rounded("f16", self.active)).is_finite:
-            bad = {
-                label
-                for label, groups in self.labels.items()
-                if not self.change(Rounded("f16", groups, is_alone=True)).is_finite
+        if not math.isfinite(self.change(Rounded("f16", self.active)).error):
+            rounds = {
+                k: Rounded("f16", x, is_alone=True) for k, x in self.labels.items()
             }
+            bad = {k for k, x in rounds.items() if math.isinf(self.change(x).error)}
         rest = self.active.difference(*(self.labels[x] for x in bad))
 
         def fits(scale: float) -> bool:
-            return self.change(Rounded("f16", rest, scale=scale)).is_finite
+            return math.isfinite(self.change(Rounded("f16", rest, scale=scale)).error)
 
         first = bisect.bisect_left(_SCALES, True, key=fits)
         return _SCALES[min(first, len(_SCALES) - 1)], bad

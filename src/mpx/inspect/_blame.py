@@ -18,7 +18,7 @@ from mpx._program._queries import MATMULS, SHAPE_ONLY, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import PICKS, Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
-from mpx.inspect._result import short_source
+from mpx.inspect._result import and_more, rough, short_source
 from mpx.inspect._run import (
     NAN,
     Kinds,
@@ -409,7 +409,7 @@ class Blame:
 
     def _change(self, share: float, result: int) -> str:
         name = self.names[result]
-        return f"changes the {name} by {amount(share)}, with all else in f32"
+        return f"changes the {name} by {rough(share)}, with all else in f32"
 
     def _with(self, sites: Sequence[Site]) -> np.ndarray:
         """Returns the errors of the results with only some sites in low precision."""
@@ -447,18 +447,6 @@ def _norm(x: Numbers) -> float:
     """Returns the 2-norm; infinite if a number is not finite."""
     x = x.astype(np.float64)
     return float(np.linalg.norm(x)) if np.isfinite(x).all() else math.inf
-
-
-def and_more(names: Sequence[str]) -> str:
-    """Returns the first of some names, and how many more there are."""
-    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
-
-
-def amount(error: float) -> str:
-    """Returns a relative error for readers."""
-    if not math.isfinite(error):
-        return "not finite"
-    return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
 
 
 def _is_wrong(node: Node) -> bool:

@@ -6,6 +6,7 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -231,11 +232,10 @@ class _Graph(Walk[Value | None]):
         for value in self.stored:
             change[value.node.index] += value.bytes
             change[dies[value] + 1] -= value.bytes
-        now, most, at = 0, 0, 0
-        for time, node in enumerate(self.nodes):
-            now += change[time]
-            if now + node.inner > most:
-                most, at = now + node.inner, time
+        now = itertools.accumulate(change[x.index] for x in self.nodes)
+        sizes = [x + node.inner for x, node in zip(now, self.nodes, strict=True)]
+        most = max(sizes, default=0)
+        at = sizes.index(most) if most else 0
         for value in self.stored:
             value.is_saved = value in read_back and not value.node.here.backward
             value.is_result = value in self.results

@@ -17,8 +17,10 @@ _KINDS = (
 _COMPUTATION = re.compile(
     r"^(ENTRY )?%?([\w.\-$]+) (?:\(.*)?\{[ \t]*\n((?:[ \t].*\n?)*)", re.MULTILINE
 )
-_CALLED = re.compile(r"(?:body|calls|to_apply|condition)=%?([\w.\-$]+)")
-_CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|condition|branch_computations|called_computations)="
+    r"(%?[\w.\-$]+|\{[^}]*\})"
+)
 _COLLECTIVE = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\]")
 _SHORT = {"f8e4m3fn": "e4m3", "f8e5m2": "e5m2", "f4e2m1fn": "e2m1", "pred": "bool"}
@@ -126,9 +128,7 @@ def _runs(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool
         for line in bodies.get(name, ()):  # a text may have no entry
             if "async-done(" in line or "async-update(" in line:
                 continue  # they name the computation of their start again
-            called = _CALLED.findall(line)
-            for names in _CALLED_LISTS.findall(line):
-                called += [x.strip(" %") for x in names.split(",")]
+            called = re.findall(r"[\w.\-$]+", " ".join(_CALLED.findall(line)))
             is_loop = " while(" in line
             count = _number(r"known_trip_count\D*(\d+)", line) if is_loop else 1
             inner = times * count, in_loop or is_loop
@@ -156,7 +156,6 @@ def _group(line: str, devices: int) -> int:
 
 def _sent(kind: str, size: float, group: int) -> float:
     """Returns how many bytes a device sends for a result of `size` bytes."""
-    others = group - 1
-    factors = {"reduce-scatter": others, "all-reduce": 2 * others / group}
-    factors |= dict.fromkeys(("all-gather", "all-to-all"), others / group)
-    return size * factors.get(kind, 1)
+    factors = {"reduce-scatter": group, "all-reduce": 2}
+    factors |= {"all-gather": 1, "all-to-all": 1}
+    return size * factors[kind] * (group - 1) / group if kind in factors else size

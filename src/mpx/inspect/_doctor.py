@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import re
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -166,12 +166,9 @@ def versions() -> dict[str, str]:
 
 def _fastest(call: Callable[[Array], Array], x: Array) -> float:
     """Returns the seconds of the fastest of ten calls, after one that compiles."""
-    times = list[float]()
-    for _ in range(11):  # the same on every process: a collective waits for all of them
-        before = time.perf_counter()
-        jax.block_until_ready(call(x))
-        times.append(time.perf_counter() - before)
-    return min(times[1:])
+    # As many on every process: a collective waits for all of them.
+    run = lambda: jax.block_until_ready(call(x))  # noqa: E731
+    return min(timeit.repeat(run, number=1, repeat=11)[1:])
 
 
 def _numbers() -> int:

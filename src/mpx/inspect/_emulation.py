@@ -353,11 +353,6 @@ class Change(NamedTuple):
     error: float
     lost: float  # the largest share that one parameter's gradient lost of its norm
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the gradient is finite."""
-        return math.isfinite(self.error)
-
 
 class Emulation:
     """The gradient of a function under `amp`, with any groups rounded."""
@@ -392,16 +387,12 @@ class Emulation:
         most = 4 * sum(1 for _ in equations(self.program.jaxpr))
         shape = jax.ShapeDtypeStruct((most, 3), np.float32)
         jax.eval_shape(run, self.program.arrays, shape)  # fills the rows
+        self.exact = self.gradient(Rounded())  # in f32
 
     def gradient(self, rounds: Rounded) -> list[Array]:
         """Returns the gradient with groups rounded."""
         rows = [rounds.row(key) for key in self.rows] or [_F32]
         return self._run(self.program.arrays, np.array(rows, np.float32))
-
-    @functools.cached_property
-    def exact(self) -> list[Array]:
-        """The gradient in f32."""
-        return self.gradient(Rounded())
 
     def groups_of(self, *, eight: bool = False) -> frozenset[int]:
         """Returns the groups that round, or those that fp8 may quantise."""

@@ -17,18 +17,10 @@ from mpx._jax._compat import REMAT_SCOPE, source_frames
 from mpx._jax._formats import FORMATS
 from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import (
-    EPSILON,
-    Blame,
-    Verdict,
-    amount,
-    and_more,
-    in_fp8,
-    matmul_of,
-)
+from mpx.inspect._blame import EPSILON, Blame, Verdict, in_fp8, matmul_of
 from mpx.inspect._equations import to_host
 from mpx.inspect._program import Place, Program, gradient, program, unwrapped
-from mpx.inspect._result import Result, Table, source_of
+from mpx.inspect._result import Result, Table, and_more, rough, source_of
 from mpx.inspect._run import Node, before
 
 _REMEDIES = {
@@ -311,11 +303,11 @@ class Explanation(Result):
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
         lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
         if 0.005 < self.loss_error < math.inf:
-            lines[-1] += f" (off by {amount(self.loss_error)})"
+            lines[-1] += f" (off by {rough(self.loss_error)})"
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
             name, worst = max(errors.items(), key=lambda x: x[1])
-            lines.append(f"largest error of a gradient: {amount(worst)} (`{name}`)")
+            lines.append(f"largest error of a gradient: {rough(worst)} (`{name}`)")
         if self.unstable:
             names = and_more([f"`{x}`" for x in self.unstable])
             lines.append(f"not judged, zero but for roundings: {names}")

@@ -80,8 +80,7 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
         if len(indices) > 1:
             parts.append(jax.vmap(_count_leaf)(jnp.stack([leaves[i] for i in indices])))
         else:
-            counts, squares = _count_leaf(leaves[indices[0]])
-            parts.append((counts[None], squares[None]))
+            parts.append([x[None] for x in _count_leaf(leaves[indices[0]])])
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     order = np.argsort([i for group in groups.values() for i in group])
     return counts[order], squares[order]

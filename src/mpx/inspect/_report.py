@@ -37,6 +37,7 @@ from mpx.inspect._result import (
     Result,
     Table,
     amount,
+    and_more,
     percent,
     short_source,
     source_of,
@@ -473,10 +474,7 @@ def _grouped(what: str, kept: Iterable[Kept], empty: str) -> Table:
     for x in kept:
         key = x.primitive, _starred(x.reason)
         groups.setdefault(key, {})[short_source(x.source)] = None
-    rows = [
-        (*key, f"{first} and {len(more)} more" if more else first)
-        for key, (first, *more) in groups.items()
-    ]
+    rows = [(*key, and_more([*sources])) for key, sources in groups.items()]
     return Table((what, "why", "source"), rows) if rows else Table.text(empty)
 
 

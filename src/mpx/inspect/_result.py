@@ -125,6 +125,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def and_more(names: Sequence[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
+def rough(error: float) -> str:
+    """Returns a relative error as a percentage with two digits."""
+    if not math.isfinite(error):
+        return "not finite"
+    return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
+
+
 def source_of(frames: Sequence[tuple[str, str, int]]) -> str:
     """Returns file and line of the first of an equation's frames: (function, file, line)."""
     return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
