@@ -12,7 +12,6 @@ measure: the policy that `measure=True` returns, against the default of `amp`.
 """
 
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,9 +84,8 @@ def emulate(make, half):
     for label in known.labels:
         known.alone(half, label)
     seconds = time.perf_counter() - start
-    kept = ({kind: (x,)} for kind, x in map(known.selector, known.labels))
-    fields: list[dict[str, Any]] = [{}, *kept]
-    chosen = [PrecisionPolicy(half, **x) for x in fields]
+    kept = [known.keeping(half, label) for label in known.labels]
+    chosen = [PrecisionPolicy(half), *kept]
     ratios = [known.measure(x) / e for x in chosen[:8] if (e := known.error(x)) > 0]
     kept = f"{min(ratios[1:]):.2f} {max(ratios[1:]):.2f}"
     return [str(len(known.labels)), number(ratios[0]), kept, number(seconds, 1, " s")]

@@ -1055,7 +1055,7 @@ BREAKS = [
     Break(
         "what int8 rounds is no matmul",
         "inspect",
-        "parts = blame.matmul(verdict.node)",
+        "parts = matmul_of(node, blame.nodes)",
         "parts = [node]",
         "explain",
         "int8",

@@ -134,8 +134,7 @@ def test_emulated_keep_list_is_the_real_one(name):
     known = Study(loss, (params, X, Y), {}, formats=["bf16"])
     exact = jax.grad(loss)(params, X, Y)
     for label in known.labels:
-        kind, pattern = known.selector(label)
-        policy = mpx.inspect.PrecisionPolicy("bf16", **{kind: (pattern,)})
+        policy = known.keeping("bf16", label)
         grads = jax.grad(policy.apply(loss))(params, X, Y)
         # What follows a matmul in f32 runs in f32, too. The guide promises 0.82 to 1.16;
         # found are 1.00 on JAX 0.10 and 1.13 on JAX 0.12.
@@ -226,11 +225,11 @@ def too_large(params, x, y):
 
 def test_overflow_excludes_f16_and_the_policy_cures_it():
     found = mpx.inspect.advise(too_large, PARAMS, X, Y)
-    (group,) = [x for x in found.groups if x.label == "large"]
+    (group,) = [x for x in found.groups if x.label == "a"]
     assert group.overflows
     assert "f16 overflows" in group.note
     proposal = found.proposals["f16"]
-    assert "large" in str(proposal.policy)
+    assert "^a$" in str(proposal.policy)
     with gradient_function():
         default = jax.grad(mpx.amp(too_large, "f16"))(PARAMS, X, Y)
         grads = jax.grad(proposal.policy.apply(too_large))(PARAMS, X, Y)
@@ -414,6 +413,21 @@ def test_flax_models_are_taken_whole(make):
     assert {op.after for op in report.amp.matmuls} == {("float32",)}
     predicted = found.proposals["bf16"].default
     assert all(x.errors["bf16"] < predicted for x in rows.values())
+
+
+@pytest.mark.standard_promotion
+def test_groups_of_a_scanned_cell_are_judged():
+    linen = pytest.importorskip("flax.linen")
+    model, x = linen.RNN(linen.LSTMCell(8)), draw(3, 3, 5, 6)
+    params = model.init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
+
+    found = mpx.inspect.advise(loss, params, x, formats=["bf16"])
+    kernels = [f"{way}{gate}" for way in "ih" for gate in "ifgo"]
+    labels = {f"params/cell/{name}/kernel" for name in kernels}
+    assert labels <= {x.label for x in found.groups}
 
 
 @pytest.mark.some(1)

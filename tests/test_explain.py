@@ -138,6 +138,32 @@ def test_shards_compute_what_devices_do():
     assert found.loss == pytest.approx(float(exact), rel=1e-2)
 
 
+def by_branch(i, h):
+    return jax.lax.cond(i == 1, lambda h: h, lambda h: -3 * h, h)
+
+
+def by_steps(i, h):
+    step = lambda state: (state[0] + 1, state[1] * jnp.bfloat16(1.5))  # noqa: E731
+    start = 0, jax.lax.stop_gradient(h)
+    return h + jax.lax.while_loop(lambda state: state[0] < i, step, start)[1]
+
+
+@pytest.mark.parametrize("differs", [by_branch, by_steps])
+def test_shards_may_take_other_branches_and_steps(differs):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def in_shards(x, w):
+        h = jnp.dot(*(y.astype(jnp.bfloat16) for y in (x, w)))
+        h = differs(jax.lax.axis_index("a"), h).astype(jnp.float32)
+        return jax.lax.psum(jnp.sum(h**2), "a")
+
+    specs = {"mesh": mesh, "in_specs": (P("a"), P()), "out_specs": P()}
+    func, args = jax.shard_map(in_shards, **specs), (normal(0, 8, 16), normal(1, 16, 4))
+    found = explain(func, *args)
+    assert found.ok, str(found)
+    assert found.loss_in_f32 == pytest.approx(float(jax.jit(func)(*args)), rel=0.02)
+
+
 @pytest.mark.parametrize(
     "spec", [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b"))]
 )

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mpx.inspect import ExponentStats, _exponents, exponent_stats, plot_exponents
-from mpx.inspect._exponents import BINS, bin_of, carried, count_in_words
+from mpx.inspect._exponents import BINS, bin_of, carried, count_by_comparing
 
 RNG = np.random.default_rng(0)
 KINDS = {
@@ -123,9 +123,9 @@ def test_finite_flags_agree_with_the_counts():
 @pytest.mark.parametrize("shape", [(), (0, 64), (33,), (7, 96), (3, 5, 256), (2, 640)])
 def test_accelerators_count_as_numpy_does(shape):
     x = values(shape)
-    count = jax.jit(functools.partial(count_in_words, size=BINS))
+    count = jax.jit(functools.partial(count_by_comparing, size=BINS))
     assert count(bin_of(jnp.asarray(x))).tolist() == expected(x).tolist()
-    assert count(jnp.full((4, 128), 3)).tolist()[3] == 512  # a whole row in one byte
+    assert count(jnp.full((4, 128), 3)).tolist()[3] == 512
 
 
 # --- Transformations ------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_accelerators_count_shards_where_they_are(spec, width):
     x = jax.device_put(values((16, width)), NamedSharding(mesh, spec))
 
     def count(x):
-        return count_in_words(bin_of(x), size=BINS)
+        return count_by_comparing(bin_of(x), size=BINS)
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(count, out_shardings=P()).lower(x).compile()

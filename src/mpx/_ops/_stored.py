@@ -14,15 +14,16 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Primitive, convert_dtype
+from mpx._jax._formats import F32, is_low
 from mpx._jax._private import private
+from mpx._program._primitives import CASTS
 
-LOAD, STORE = "load", "store"
-_F32 = np.dtype(np.float32)
+LOAD, STORE = CASTS[1:]
 
 
 def load(x: Array, *, fuses: bool = False) -> Array:
     """Returns numbers of 16 bits in f32; `fuses` leaves the barrier out."""
-    return _cast(LOAD, x, _F32, fuses)
+    return _cast(LOAD, x, F32, fuses)
 
 
 def store(x: Array, dtype: np.dtype, *, fuses: bool = False) -> Array:
@@ -40,17 +41,18 @@ def _bits(x: Array) -> Array:
     """Returns 16-bit numbers in f32 by their bits, which XLA does not look through."""
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     if x.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(bits << 16, _F32)
+        return lax.bitcast_convert_type(bits << 16, F32)
     size = bits & 0x7FFF
-    tiny = size.astype(_F32) * np.float32(2.0**-24)  # below the normal numbers of f16
+    tiny = size.astype(F32) * np.float32(2.0**-24)  # below the normal numbers of f16
     exponent = jnp.where(size < 0x7C00, jnp.uint32(112 << 23), jnp.uint32(224 << 23))
-    normal = lax.bitcast_convert_type((size << 13) + exponent, _F32)
+    normal = lax.bitcast_convert_type((size << 13) + exponent, F32)
     found = jnp.where(size < 0x400, tiny, normal)
     return jnp.where(bits >> 15 == 1, -found, found)
 
 
 def _run(name: str, x: Array, *, dtype: np.dtype, fuses: bool) -> Array:
-    return _bits(x) if name == LOAD else x.astype(dtype)
+    # A shadow runs it on f32 numbers.
+    return _bits(x) if name == LOAD and is_low(x) else x.astype(dtype)
 
 
 def _back(name: str, x: Array, dtype: np.dtype, *, fuses: bool) -> Array:

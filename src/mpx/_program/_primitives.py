@@ -124,7 +124,7 @@ def _rows() -> Iterator[Row]:
 
 
 _ALL = [*_rows()]
-TABLE = tuple(_ALL[:-1])
+TABLE, CASTS = tuple(_ALL[:-1]), _ALL[-1].names
 """Without the casts, which have no rule."""
 ROWS = {name: row for row in TABLE for name in row.names}
 REASONS = {name: row.reason for name, row in ROWS.items()}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpx._jax._compat import Literal
-from mpx._ops._stored import LOAD, STORE
 from mpx._program import _queries as queries
 from mpx._program._primitives import ROWS
 from mpx._program._queries import Equation, names
@@ -22,7 +21,6 @@ BEARS: dict[str, str] = {
     **dict.fromkeys(names("mul div"), "products"),
     **dict.fromkeys(names("add sub add_any"), "sums"),
 }
-CASTS = ("convert_element_type", LOAD, STORE)
 STEPS = frozenset(names("eq ne lt le gt ge sign is_finite"))
 _EVEN = frozenset(names("abs exp exp2 logistic erfc square"))
 _SIGNED = MOVES.union(names("tanh erf add add_any integer_pow")) - {"neg", "abs"}

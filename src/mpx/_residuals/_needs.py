@@ -23,6 +23,7 @@ from mpx._jax._compat import scopes_of, source_frames
 from mpx._jax._formats import LOW_DTYPES
 from mpx._program import _queries as queries
 from mpx._program._interpreter import Jaxpr, Scopes
+from mpx._program._primitives import CASTS
 from mpx._program._queries import Equation, names
 from mpx._program._recording import Residual, current_recording
 from mpx._residuals._codes import LEAST, axis_of, can_code
@@ -32,7 +33,6 @@ from mpx._residuals._facts import (
     BEARS,
     BOUNDED,
     BY_ROW,
-    CASTS,
     FLIPPED,
     NEGATIVE,
     PICKS,

@@ -30,9 +30,10 @@ from mpx._program import HANDLERS
 from mpx._program import _interpreter as interpreter
 from mpx._program import _queries as queries
 from mpx._program._interpreter import Jaxpr, Op, Outcome, Values, types_of
+from mpx._program._primitives import CASTS
 from mpx._program._queries import names
 from mpx._residuals._codes import Coded, decode, encode, peaks
-from mpx._residuals._facts import CASTS, PRODUCTS, is_var
+from mpx._residuals._facts import PRODUCTS, is_var
 from mpx._residuals._needs import EXACT_NAME, IsExact, Roots
 
 _once = compat.undifferentiable(

@@ -119,8 +119,8 @@ def optimizer_update(
         return new, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
-        params = _nnx.without_variables(_nnx.params_of(model, optimizer))
-        warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
+        trees = _nnx.params_of(model, optimizer), grads
+        warn_of_lost_updates(*map(_nnx.without_variables, trees), optimizer)
         apart = _nnx.Objects(
             {LeafName("model"): model, LeafName("optimizer"): optimizer}
         )

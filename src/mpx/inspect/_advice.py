@@ -1,8 +1,11 @@
 """`advise`: which precision for which part of a function, emulated or measured."""
 
 import bisect
-import collections
 import dataclasses
+import functools
+import itertools
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -11,12 +14,12 @@ from jaxtyping import PyTree
 
 from mpx._amp import AmpRules, amp
 from mpx._casting._context import gradient_function, is_amp
+from mpx._casting._select import search
 from mpx._fp8 import Fp8Function
-from mpx._jax._compat import primitive_name
+from mpx._jax._arguments import check_value
 from mpx._jax._warn import tell
-from mpx._program._queries import MATMULS, flops, walk
 from mpx._scaling._loss_scaling import StaticLossScaling
-from mpx.inspect._emulation import Change, Emulation, Keep, Rounded, change, label_of
+from mpx.inspect._emulation import Change, Emulation, Group, Rounded, change
 from mpx.inspect._program import gradient, program
 from mpx.inspect._result import Result, Table, percent
 
@@ -55,9 +58,7 @@ class PrecisionPolicy:
         Gradients of an f16 function need a loss scale: take them with
         `mpx.value_and_grad` and `mpx.DynamicLossScaling.pow2()`.
         """
-        rules = None
-        if self.functions:
-            rules = AmpRules(functions=dict.fromkeys(self.functions, "original"))
+        rules = AmpRules(functions=dict.fromkeys(self.functions, "original"))
         return amp(func, self.half, keep=list(self.keep), rules=rules)
 
     def __str__(self) -> str:
@@ -110,28 +111,24 @@ class Study:
                 "predicted. Pass the function that you gave to them."
             )
         self._call, self._changes = (func, args, kwargs), dict[Rounded, Change]()
-        self._measured: dict[PrecisionPolicy, float] = {}  # errors
         tell("advise: tracing the function")
-        with_fp8 = any(x in formats for x in EIGHTS)
-        self.emulation = Emulation(func, args, kwargs, with_fp8=with_fp8)
-        self.groups, traced = self.emulation.groups, self.emulation.program
-        if any(not hasattr(x, "__array__") for x in traced.arrays):
+        # In place of fused attention its equations, so that its parts are judged.
+        forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
+        with_fp8 = not {*formats}.isdisjoint(EIGHTS)
+        if any(not hasattr(x, "__array__") for x in forward.arrays):
             raise TypeError(
                 "`advise` runs the function, but a `jax.ShapeDtypeStruct` was given. "
                 "Pass arrays with real numbers."
             )
+        self.emulation = Emulation(forward, with_fp8=with_fp8)
+        self.groups, self.flops = self.emulation.groups, self.emulation.flops
         # The groups that `amp` runs in 16 bits, all and by label.
         self.active = self.emulation.groups_of()
         self.labels: dict[str, frozenset[int]] = {}
         for i in sorted(self.active):
             label = self.groups[i].label
             self.labels[label] = self.labels.get(label, frozenset()) | {i}
-        # The operations of the matmuls of each group.
-        self.flops: collections.Counter[int | None] = collections.Counter()
-        for eqn, scopes, times, _ in walk(traced.jaxpr):
-            if primitive_name(eqn) in MATMULS:
-                self.flops[label_of(scopes)[0]] += flops(eqn) * times
-        if not self.change(Rounded()).is_finite:
+        if not math.isfinite(self.change(Rounded()).error):
             raise ValueError(
                 "The gradient in f32 is not finite: there is nothing to compare with. "
                 "`mpx.inspect.explain` names the operation that is at fault."
@@ -152,16 +149,15 @@ class Study:
     def _range(self) -> tuple[float, set[str]]:
         """Returns the loss scale at which f16 comes to rest, and what overflows with any."""
         bad = set[str]()
-        if not self.change(Rounded("f16", self.active)).is_finite:
-            bad = {
-                label
-                for label, groups in self.labels.items()
-                if not self.change(Rounded("f16", groups, is_alone=True)).is_finite
+        if not math.isfinite(self.change(Rounded("f16", self.active)).error):
+            rounds = {
+                k: Rounded("f16", x, is_alone=True) for k, x in self.labels.items()
             }
+            bad = {k for k, x in rounds.items() if math.isinf(self.change(x).error)}
         rest = self.active.difference(*(self.labels[x] for x in bad))
 
         def fits(scale: float) -> bool:
-            return self.change(Rounded("f16", rest, scale=scale)).is_finite
+            return math.isfinite(self.change(Rounded("f16", rest, scale=scale)).error)
 
         first = bisect.bisect_left(_SCALES, True, key=fits)
         return _SCALES[min(first, len(_SCALES) - 1)], bad
@@ -175,20 +171,17 @@ class Study:
             return self.change(found) if eight else Change(0.0, 0.0)
         return self.change(Rounded(name, groups, scale=self.scale, is_alone=True))
 
-    def selector(self, label: str) -> Keep:
-        """Returns what keeps the groups of a label in f32."""
-        return self.groups[min(self.labels[label])].selector
-
-    def selected(self, selectors: Iterable[Keep]) -> frozenset[int]:
-        """Returns the groups that run as they are written."""
-        chosen, pairs = list(selectors), enumerate(self.groups)
-        return frozenset(i for i, x in pairs if any(y.selects(x) for y in chosen))
+    def keeping(self, half: str, label: str) -> PrecisionPolicy:
+        """Returns what keeps the groups of a label in f32, with as few others as possible."""
+        group = self.groups[min(self.labels[label])]
+        pattern = f"{re.escape(label)}$"
+        if group.param or group.scope:
+            return PrecisionPolicy(half, keep=(f"^{pattern}",))
+        return PrecisionPolicy(half, functions=(pattern,))
 
     def low(self, policy: PrecisionPolicy) -> frozenset[int]:
         """Returns the groups that a policy runs in 16 bits."""
-        kept = [Keep("keep", x) for x in policy.keep]
-        kept += [Keep("functions", x) for x in policy.functions]
-        return self.active - self.selected(kept)
+        return frozenset(i for i in self.active if not _keeps(policy, self.groups[i]))
 
     def share(self, groups: Iterable[int]) -> float:
         """Returns the share of the matmuls' operations that some groups have."""
@@ -200,16 +193,14 @@ class Study:
         return self.change(rounds).error
 
     def measure(self, policy: PrecisionPolicy) -> float:
-        """Returns the error of the real gradient; runs it once."""
-        if policy not in self._measured:
-            tell(f"advise: measuring {policy}")
-            func, args, kwargs = self._call
-            scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
-            with gradient_function():
-                grad = gradient(program(policy.apply(func), args, kwargs), scaling)
-            grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
-            self._measured[policy] = change(grads, self.emulation.exact).error
-        return self._measured[policy]
+        """Returns the error of the real gradient."""
+        tell(f"advise: measuring {policy}")
+        func, args, kwargs = self._call
+        scaling = StaticLossScaling(self.scale) if policy.half == "f16" else None
+        with gradient_function():
+            grad = gradient(program(policy.apply(func), args, kwargs), scaling)
+        grads = jax.jit(grad.__call__)(*grad.arrays)[1:]
+        return change(grads, self.emulation.exact).error
 
 
 # --- The search -----------------------------------------------------------------------
@@ -222,29 +213,33 @@ def policies(known: Study, half: str) -> list[PrecisionPolicy]:
     work that their selectors keep come first. The work is the share of the matmuls'
     operations and the share of the groups. Selectors that select nothing new are left out.
     """
-    scores, kept = dict[Keep, float](), list[Keep]()
+    scores, found = dict[PrecisionPolicy, float](), [PrecisionPolicy(half)]
     every = known.share(known.active) or 1
     for label in known.labels:
-        selector, found = known.selector(label), known.alone(half, label)
-        if half == "f16" and (label in known.overflowing or found.lost > MOST_LOST):
-            kept.append(selector)
-        groups = known.selected([selector]) & known.active
+        one, change = known.keeping(half, label), known.alone(half, label)
+        if half == "f16" and (label in known.overflowing or change.lost > MOST_LOST):
+            found = [_both(found[0], one)]
+        groups = known.active - known.low(one)
         work = known.share(groups) / every + len(groups) / len(known.active)
-        scores[selector] = found.error**2 / work
-    lists, done = [kept], known.selected(kept)
-    for selector in sorted(scores, key=scores.__getitem__, reverse=True):
-        new = known.selected([selector]) & known.active
-        if not new <= done:
-            done |= new
-            lists.append([*lists[-1], selector])
-    return [
-        PrecisionPolicy(
-            half,
-            tuple(x.pattern for x in selectors if x.kind == "keep"),
-            tuple(x.pattern for x in selectors if x.kind == "functions"),
-        )
-        for selectors in lists
-    ]
+        scores[one] = change.error**2 / work
+    for one in sorted(scores, key=scores.__getitem__, reverse=True):
+        longer = _both(found[-1], one)
+        if known.low(longer) < known.low(found[-1]):
+            found.append(longer)
+    return found
+
+
+def _both(one: PrecisionPolicy, other: PrecisionPolicy) -> PrecisionPolicy:
+    functions = one.functions + other.functions
+    return PrecisionPolicy(one.half, one.keep + other.keep, functions)
+
+
+def _keeps(policy: PrecisionPolicy, group: Group) -> bool:
+    """Returns whether the operations of a group run as they are written."""
+    paths = [group.param, *itertools.accumulate(group.scope.split("/"), "{}/{}".format)]
+    pairs = itertools.product(policy.keep, filter(None, paths))
+    others = itertools.product(policy.functions, group.functions)
+    return any(search(*pair) for pair in (*pairs, *others))
 
 
 def propose(known: Study, half: str, limit: float, measure: bool = False) -> Candidate:
@@ -263,7 +258,7 @@ def propose(known: Study, half: str, limit: float, measure: bool = False) -> Can
 
     first = search(0)
     if measure:
-        error = known.measure
+        error = functools.cache(known.measure)
         first = first if error(found[first]) <= limit else search(min(first + 1, last))
     policy, remark = found[first], ""
     if half == "f16":
@@ -432,16 +427,11 @@ def advise(
     """
     known = (*HALVES, *EIGHTS)
     chosen = (formats,) if isinstance(formats, str) else formats
-    if not chosen or not {*chosen} <= {*known}:
-        raise ValueError(
-            f"`formats` must be some of {', '.join(known)}, but {formats!r} was given."
-        )
+    is_known = bool(chosen) and {*chosen} <= {*known}
+    check_value(is_known, "formats", f"some of {', '.join(known)}", formats)
     formats = tuple(name for name in known if name in chosen)
-    if not max_grad_error > 0:
-        raise ValueError(
-            "`max_grad_error` must be a positive number such as 0.02, but it is "
-            f"{max_grad_error}."
-        )
+    positive = "a positive number such as 0.02"
+    check_value(max_grad_error > 0, "max_grad_error", positive, max_grad_error)
     wanted = [x for x in HALVES if x in formats] or ["bf16"]
     study = Study(func, args, kwargs, formats)
     proposals = {x: propose(study, x, max_grad_error, measure) for x in wanted}
@@ -457,11 +447,11 @@ def advise(
 
 def _advice(study: Study, label: str, formats: Sequence[str]) -> GroupAdvice:
     changes = {name: study.alone(name, label) for name in formats}
-    selector = study.selector(label)
+    policy = study.keeping("bf16", label)
     return GroupAdvice(
         label=label,
-        selector=selector.pattern,
-        kind=selector.kind,
+        selector=(*policy.keep, *policy.functions)[0],
+        kind="keep" if policy.keep else "functions",
         flops=sum(study.flops[i] for i in study.labels[label]),
         errors={name: found.error for name, found in changes.items()},
         overflows=label in study.overflowing,

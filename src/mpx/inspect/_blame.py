@@ -8,18 +8,28 @@ alone, with everything else in f32, makes a result wrong.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mpx._jax._formats import FORMATS, Format
-from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, names
+from mpx._program._primitives import CASTS
+from mpx._program._queries import MATMULS, SHAPE_ONLY, names
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import PICKS, Numbers, only_moves, to_host, widened
 from mpx.inspect._program import Program
-from mpx.inspect._result import short_source
-from mpx.inspect._run import NAN, Classes, Node, Recording, Ref, Run, Site, Value
+from mpx.inspect._result import and_more, rough, short_source
+from mpx.inspect._run import (
+    NAN,
+    Kinds,
+    Node,
+    Recording,
+    Run,
+    Site,
+    Value,
+    before,
+)
 
 Arrays = Sequence[Numbers]
 # Relative errors: the first in bits of a format's significand, the others as they are.
@@ -51,20 +61,18 @@ def _threshold(low: Format | None) -> float:
 class Origin(NamedTuple):
     """A result that is not finite although its operands are."""
 
-    node: int
-    out: int
-    kinds: set[int]  # the classes of its numbers that reach the results
+    node: Node
+    kinds: Kinds  # of its numbers that reach the results
     constant: float | None = None  # infinite or nan, written into the equation
 
 
 class Verdict(NamedTuple):
     """A node at fault."""
 
-    node: int
+    node: Node
     kind: str  # see the guide "My loss is nan"
+    effect: str  # what it leads to
     origin: Origin | None = None  # of the numbers that are not finite
-    influence: float | None = None  # of this place alone on the worst result, relative
-    result: str = ""  # the name of that result; of a loop, what it does
 
 
 class Blame:
@@ -84,28 +92,27 @@ class Blame:
         compiled: Callable[[], Sequence[Any]],
     ) -> None:
         self._whole, self._exact = whole, exact
-        self.recording = Recording()
-        self.nodes = self.recording.nodes
-        inputs = [
-            self.recording.input(to_host(x), name, i in whole.params)
-            for i, (x, name) in enumerate(zip(whole.arrays, whole.names, strict=True))
-        ]
-        values = self.recording(whole.jaxpr, inputs)
+        self.recording = Recording(whole)
+        self.nodes, values = self.recording.nodes, self.recording.results
         self.own, self.shadow = (_floats(x.lanes[i] for x in values) for i in (0, 1))
         # A compiled loop that does not end would not return.
         self.actual = self.own if self.recording.endless else _floats(compiled())
         is_low = any(x.format for x in self.nodes)
         self.exact = self._run(Run(), exact) if is_low else self.actual
         pairs = zip(labels, values, strict=True)
-        kept = [(name, x.ref) for name, x in pairs if is_float(x.lanes[0])]
-        self.names, self._refs = [name for name, _ in kept], [ref for _, ref in kept]
+        kept = [(name, x) for name, x in pairs if is_float(x.lanes[0])]
+        self.names = [name for name, _ in kept]
         is_grad = [name.startswith("gradient") for name in self.names]
         self.is_grad = np.array(is_grad, bool)
-        starts = [ref[0] for ref in self._refs]
-        self._live = sorted(self.recording.before(starts))
-        self.forward = set(self.recording.before(starts[:1]))  # that the loss needs
-        used = [self.nodes[i].format for i in self._live]
+        made = [x.node for _, x in kept]
+        self._results = list(filter(None, made))  # without literals
+        self._live = [*before(self._results)][::-1]
+        self.forward = {*before(filter(None, made[:1]))}  # what the loss needs
+        used = [x.format for x in self._live]
         self.format = max(filter(None, used), key=lambda x: x.eps, default=None)
+        # The relative error beyond which a result is inaccurate
+        limits = {8: _INACCURATE_FP8, 4: _INACCURATE_FP4}
+        self._limit = limits.get(self.format.bits if self.format else 0, _INACCURATE)
         # What errors are relative to: the norms of the results in f32. A gradient of zeros is
         # measured against the others; beside a loss of zero, any error is large.
         sizes = np.array([_norm(x[np.isfinite(x)]) for x in self.exact], np.float64)
@@ -141,11 +148,11 @@ class Blame:
         return self.is_grad & (self._base >= _UNSTABLE)
 
     @property
-    def unstable(self) -> list[str]:
-        """The results that are not judged, although errors are large."""
+    def unstable(self) -> list[bool]:
+        """Whether each gradient is not judged, although errors are large."""
         if not self.format or not self._limit < self.errors.max(initial=0) < math.inf:
             return []
-        return [name for name, x in zip(self.names, self._unstable, strict=True) if x]
+        return self._unstable[self.is_grad].tolist()
 
     @property
     def judgement(self) -> Literal["ok", "inaccurate", "wrong"]:
@@ -166,7 +173,7 @@ class Blame:
         bad, compiled = self._bad_results(self._measured), self.errors.max(initial=0)
         found = list[str]()
         if self._clipped and not self.verdicts:
-            lines = {short_source(self.recording.site(i)[0]) for i in self._clipped}
+            lines = {short_source(x.site[0]) for x in self._clipped}
             found.append(
                 f"a scale of fp8 clips numbers at {', '.join(sorted(lines))}, which changes "
                 f"no result by more than {100 * _INACCURATE:g} % here"
@@ -186,9 +193,9 @@ class Blame:
     @property
     def headroom(self) -> float:
         """The factor by which all gradients may grow before one overflows."""
-        rows = [self.nodes[i] for i in self._live if i not in self.forward]
-        pairs = [(x.format, y.largest) for x in rows for y in x.stats if y.largest > 0]
-        return min((low.max / size for low, size in pairs if low), default=math.inf)
+        rows = [x for x in self._live if x not in self.forward and x.largest > 0]
+        rooms = (x.format.max / x.largest for x in rows if x.format)
+        return min(rooms, default=math.inf)
 
     @functools.cached_property
     def verdicts(self) -> list[Verdict]:
@@ -200,7 +207,7 @@ class Blame:
         found = found or self._decided()
         for node, n, more in self.recording.endless[:1]:
             text = f"the loop ends after {n} steps in f32, but not after {more} here"
-            found = [*found, Verdict(node, "convergence", result=text)]
+            found = [*found, Verdict(node, "convergence", text)]
         return found
 
     # --- numbers that are not finite --------------------------------------------------
@@ -208,7 +215,7 @@ class Blame:
     def _not_finite(self) -> list[Verdict]:
         """Returns what makes numbers that are not finite; last infinities that masks mean."""
         is_finite = all(np.isfinite(x).all() for x in self.shadow)
-        rows = [(self._shadow_has(x), x) for x in _origins(self.recording, self._refs)]
+        rows = [(_in_shadow(x), x) for x in _origins(self.nodes, self._results)]
         if is_finite and not all(has for has, _ in rows):
             rows = [row for row in rows if not row[0]]
         # A derivative may run before what the loss needs, and on the same line.
@@ -216,8 +223,9 @@ class Blame:
         rows.sort(key=lambda x: (not x[0], *(rank(x[1]) if x[0] else ())))
         found: dict[Site, Verdict] = {}
         for _, origin in rows:
-            verdict = self._blamed(origin)
-            found.setdefault(self.recording.site(verdict.node), verdict)
+            node, kind = self._blamed(origin)
+            verdict = Verdict(node, kind, self._reach(origin, node), origin)
+            found.setdefault(node.site, verdict)
         return list(found.values())[:_MOST_FOUND]
 
     def _epsilon(self, found: list[Verdict]) -> list[Verdict]:
@@ -225,103 +233,59 @@ class Blame:
 
         The reciprocal of an epsilon of 1e-8 does not fit into f16.
         """
-        sums: dict[int, tuple[int, Equation]] = {}
-        for index in self.recording.before([x.origin.node for x in found if x.origin]):
-            node = self.nodes[index]
+        sums: dict[int, Node] = {}
+        for node in before([x.origin.node for x in found if x.origin]):
             kind = node.primitive
             # `max(x, 0)` is a relu. An epsilon that is added may have become 0 in f16.
-            written = [abs(x) for x in node.written if x or kind == "add"]
-            small = [x for x in written if x < EPSILON]
-            if small and kind in ("add", "max"):
-                low, high = node.stats[0].shadow
+            written = (abs(x) for x in node.written if x or kind == "add")
+            small = max((x for x in written if x < EPSILON), default=-1.0)
+            if kind in ("add", "max"):
+                low, high = node.shadow
                 least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
-                if least <= 4 * max(small):  # it is what keeps the result from zero
-                    sums.setdefault(id(node.eqn), (index, node.eqn))
-        for index, eqn in list(sums.values())[:_MOST_FOUND]:
-            run = Run(lambda _: True, constant=(eqn, 0.1))
+                if least <= 4 * small:  # it is what keeps the result from zero
+                    sums.setdefault(id(node.eqn), node)
+        for node in list(sums.values())[:_MOST_FOUND]:
+            run = Run(lambda _: True, constant=(node.eqn, 0.1))
             if all(np.isfinite(x).all() for x in self._run(run, self._whole)):
-                return [Verdict(index, "constant", found[0].origin)]
+                first = next(x.origin for x in found if x.origin)
+                return [Verdict(node, "constant", self._reach(first, node))]
         return []
 
-    def _shadow_has(self, origin: Origin) -> bool:
-        """Returns whether the shadow is not finite there either."""
-        stats = self.nodes[origin.node].stats[origin.out]
-        return bool(origin.kinds & _kinds(stats.shadow_classes))
+    def _reach(self, origin: Origin, blamed: Node) -> str:
+        """Returns what numbers that are not finite come to."""
+        node, what = (
+            origin.node,
+            "nan" if origin.node.kinds == {NAN} else "infinite numbers",
+        )
+        if node is not blamed and node.eqn is not None:
+            return f"`{node.primitive}` at {node.place.source} makes {what} of it"
+        pairs = zip(self.names, self.own, strict=True)
+        reached = and_more([name for name, x in pairs if not np.isfinite(x).all()])
+        return f"{what}, which reach the {reached}"
 
-    def _blamed(self, origin: Origin) -> Verdict:
-        """Returns the verdict on what is to blame for an origin.
+    def _blamed(self, origin: Origin) -> tuple[Node, str]:
+        """Returns what is to blame for an origin, and for what.
 
         If the same operation on the operands of the shadow gives finite numbers, what made
         its operands wrong is to blame: the nearest operation with a large error of its own.
         """
-        index, node = origin.node, self.nodes[origin.node]
+        node = origin.node
         if node.eqn is None or origin.constant is not None:
-            return Verdict(index, "input" if node.eqn is None else "constant", origin)
-        stats = node.stats[origin.out]
-        if stats.local_is_finite and not self._shadow_has(origin):
-            before = self._through(index, lambda x: x.deviation > 0)
-            for current, other in itertools.islice(before, 1, 400):
-                if _is_wrong(other):
-                    first = self._first_of_chain(current)
-                    return Verdict(
-                        first, self._kind_of_error(self.nodes[first]), origin
-                    )
-        in_shadow, kind = stats.shadow_classes is not None, "overflow"
-        zero = any(x.zeros for x in self.recording.operands(node)) or 0 in node.written
-        if in_shadow or not node.format or stats.largest <= node.format.max:
+            return node, "input" if node.eqn is None else "constant"
+        if node.local_is_finite and not _in_shadow(origin):
+            made = before([node], lambda x: x.deviation > 0)
+            wrong = filter(_is_wrong, itertools.islice(made, 1, 400))
+            if (nearest := next(wrong, None)) is not None:
+                first = _first_of_chain(nearest)
+                return first, _kind_of_error(first)
+        in_shadow, kind = bool(node.shadow_kinds), "overflow"
+        zero = any(x.zeros for x in node.operands) or 0 in node.written
+        if in_shadow or not node.format or node.largest <= node.format.max:
             if origin.kinds == {NAN}:
                 kind = "nan"
             elif node.primitive in _SINGULAR and (zero or not in_shadow):
                 kind = "singularity" if in_shadow or zero else "underflow"
-        return Verdict(index, kind, origin)
-
-    def _kind_of_error(self, node: Node) -> str:
-        """Returns what is wrong with an operation whose own error is large."""
-        assert node.format is not None
-        worst = max(node.stats, key=lambda x: x.error)
-        if not worst.local_is_finite:
-            return "overflow"
-        if node.excess:
-            return "clipping"
-        sizes = [x.largest for x in self.recording.operands(node)]
-        is_small = worst.largest < max(sizes, default=0.0) / 8
-        tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
-        if subtracts and is_small and worst.largest > tiny:
-            return "cancellation"
-        if worst.largest < tiny or worst.smallest < tiny / 8:
-            return "underflow"
-        if node.primitive in _TOTALS:
-            return "accumulation"
-        return "cancellation" if subtracts else "precision"
-
-    def _through(
-        self, index: int, passes: Callable[[Node], bool]
-    ) -> Iterator[tuple[int, Node]]:
-        """Yields what a node is made from, back through the nodes that pass."""
-        nodes, start = self.nodes, self.nodes[index]
-        before = self.recording.before([index], lambda x: x is start or passes(x))
-        return ((i, nodes[i]) for i in before)
-
-    def _first_of_chain(self, index: int) -> int:
-        """Follows operands that are wrong back to the first operation with an error."""
-        limit = _threshold(self.nodes[index].format)
-        chain = self._through(index, lambda x: x.deviation > limit)
-        wrong = (i for i, x in chain if x.deviation > limit and _is_wrong(x))
-        return min(wrong, default=index)
-
-    def in_fp8(self, index: int) -> list[Node]:
-        """Returns a node and what `fp8` makes it of, back to other matmuls."""
-        ends = lambda x: x.eqn and (not x.in_fp8 or x.primitive in MATMULS)  # noqa: E731
-        return [x for _, x in self._through(index, lambda x: not ends(x)) if x.in_fp8]
-
-    def matmul(self, index: int) -> list[Node]:
-        """Returns the matmul for which `fp8` runs a node, and what it is made of."""
-        node = self.nodes[index]
-        after = range(index, len(self.nodes) if node.in_fp8 else index)
-        made = (self.in_fp8(i) for i in after if self.nodes[i].primitive in MATMULS)
-        found = [parts for parts in made if any(x is node for x in parts)] or [[node]]
-        # A gradient is an operand of two, of which one has the parameter.
-        return max(found, key=lambda parts: any(any(x.names) for x in parts))
+        return node, kind
 
     # --- finite results ---------------------------------------------------------------
 
@@ -339,26 +303,24 @@ class Blame:
     def _wrong(self) -> list[Verdict]:
         """Looks for what makes finite results wrong."""
         found, bad = self._clipping(), self._bad_results(self._measured)
-        first: dict[Site, int] = {}  # the first node of each site with a large error
-        for index in self._live if bad else ():
-            if _is_wrong(self.nodes[index]):
-                start = self._first_of_chain(index)
-                if not self.nodes[start].excess:
-                    first.setdefault(self.recording.site(start), start)
-        for site, index in sorted(first.items(), key=lambda x: x[1])[:_MOST_SITES]:
-            kind = self._kind_of_error(self.nodes[index])
-            verdict = self._alone([site], index, kind)
+        first: dict[Site, Node] = {}  # the first node of each site with a large error
+        for start in map(_first_of_chain, filter(_is_wrong, self._live if bad else ())):
+            if not start.excess:
+                first.setdefault(start.site, start)
+        nodes = sorted(first.values(), key=lambda x: x.index)[:_MOST_SITES]
+        for node in nodes:
+            verdict = self._alone([node.site], node, _kind_of_error(node))
             found += [self._running_sum(verdict) or verdict] if verdict else []
-        found.sort(key=lambda x: x.node)
+        found.sort(key=lambda x: x.node.index)
         return found[:_MOST_FOUND] or (self._search(bad) if bad else [])
 
     @functools.cached_property
-    def _clipped(self) -> list[int]:
+    def _clipped(self) -> list[Node]:
         """The nodes that clip, the worst first; of the steps of a loop, the worst."""
-        worst, nodes = dict[int, int](), self.nodes
-        for index in sorted(self._live, key=lambda i: -nodes[i].excess):
-            if nodes[index].excess:
-                worst.setdefault(id(nodes[index].eqn), index)
+        worst = dict[int, Node]()
+        for node in sorted(self._live, key=lambda x: -x.excess):
+            if node.excess:
+                worst.setdefault(id(node.eqn), node)
         return list(worst.values())
 
     def _clipping(self) -> list[Verdict]:
@@ -369,29 +331,28 @@ class Blame:
         if not self._clipped:
             return []
 
-        def without_rounding(indices: Iterable[int]) -> np.ndarray:
-            clips = {id(self.nodes[i].eqn) for i in indices}
+        def without_rounding(nodes: Iterable[Node]) -> np.ndarray:
+            clips = {id(x.eqn) for x in nodes}
             run = Run(recording=self.recording, clips=clips)
             errors = self._errors(self._run(run, self._whole), self.shadow)
             return np.where(self._unstable, 0, errors)
 
         if without_rounding(self._clipped).max() <= _INACCURATE:
             return []
-        errors = {i: without_rounding([i]) for i in self._clipped[:_MOST_SITES]}
+        errors = [(x, without_rounding([x])) for x in self._clipped[:_MOST_SITES]]
         # Many layers may do together what none of them does alone.
-        least = min(_INACCURATE, max(x.max() for x in errors.values()) / 2)
+        least = min(_INACCURATE, max(x.max() for _, x in errors) / 2)
         return [
-            Verdict(i, "clipping", None, float(x.max()), self.names[x.argmax()])
-            for i, x in errors.items()
+            Verdict(node, "clipping", self._change(x.max(), int(x.argmax())))
+            for node, x in errors
             if x.max() >= least
         ]
 
     def _running_sum(self, verdict: Verdict) -> Verdict | None:
         """Returns the verdict on a running sum whose differences have lost their digits."""
-        before = self._through(verdict.node, lambda x: not x.eqn or only_moves(x.eqn))
-        for index, node in before:
-            if node.primitive in _ACCUMULATES and index != verdict.node:
-                return self._alone([self.recording.site(index)], index)
+        for node in before([verdict.node], lambda x: not x.eqn or only_moves(x.eqn)):
+            if node.primitive in _ACCUMULATES and node is not verdict.node:
+                return self._alone([node.site], node)
         return None
 
     def _decided(self) -> list[Verdict]:
@@ -401,26 +362,26 @@ class Blame:
         jump = self._errors(self.shadow, self.exact)[0]
         if not jump > max(_threshold(self.format), _NOTICEABLE):
             return []
-        for index in sorted(self.recording.turned & self.forward)[:_MOST_SITES]:
-            run = Run(recording=self.recording, free=self.recording.site(index))
+        turned = (x for x in self.recording.turned if x in self.forward)
+        for node in itertools.islice(turned, _MOST_SITES):
+            run = Run(recording=self.recording, free=node.site)
             change = self._errors(self._run(run, self._whole), self.shadow)[0]
             if change > jump / 2:
-                return [Verdict(index, "decision", None, change, self.names[0])]
+                return [Verdict(node, "decision", self._change(change, 0))]
         return []
 
     def _search(self, bad: Sequence[int]) -> list[Verdict]:
         """Looks for the site, such as a sum over many steps, that contributes most."""
-        last: dict[Site, int] = {}  # the last node of each that rounds, if one does
-        products: dict[Site, int] = {}  # of `fp8`, the first of each that is wrong
-        for index in self._live:
-            node, site = self.nodes[index], self.recording.site(index)
+        last: dict[Site, Node] = {}  # the last node of each that rounds, if one does
+        products: dict[Site, Node] = {}  # of `fp8`, the first of each that is wrong
+        for node in self._live:
             is_product = node.in_fp8 and node.primitive in MATMULS
             if is_product and node.deviation > self._limit:
-                products.setdefault(site, index)
+                products.setdefault(node.site, node)
             if node.eqn is not None and node.format:
-                is_cast = node.primitive == "convert_element_type"
-                if site not in last or not (is_cast or only_moves(node.eqn)):
-                    last[site] = index
+                is_cast = node.primitive in CASTS
+                if node.site not in last or not (is_cast or only_moves(node.eqn)):
+                    last[node.site] = node
         sites = list(last)
 
         def share(part: Sequence[Site]) -> float:
@@ -435,7 +396,7 @@ class Blame:
         verdict = self._alone(sites, (last | products)[sites[0]]) if sites else None
         return [verdict] if verdict else []
 
-    def _alone(self, sites: list[Site], index: int, kind: str = "") -> Verdict | None:
+    def _alone(self, sites: list[Site], node: Node, kind: str = "") -> Verdict | None:
         """Returns a verdict if some sites alone make a result wrong; "" for a sum."""
         errors = self._with(sites)
         bad = self._bad_results(errors)
@@ -443,9 +404,13 @@ class Blame:
             return None
         worst = next(i for i in bad if errors[i] >= 0.9 * errors[bad].max())
         share = float((self.errors if self._in_turn else errors)[worst])
-        adds = self.nodes[index].primitive in _ADDS and not self.nodes[index].in_fp8
+        adds = node.primitive in _ADDS and not node.in_fp8
         kind = kind or ("accumulation" if adds else "precision")
-        return Verdict(index, kind, None, share, self.names[worst])
+        return Verdict(node, kind, self._change(share, worst))
+
+    def _change(self, share: float, result: int) -> str:
+        name = self.names[result]
+        return f"changes the {name} by {rough(share)}, with all else in f32"
 
     def _with(self, sites: Sequence[Site]) -> np.ndarray:
         """Returns the errors of the results with only some sites in low precision."""
@@ -458,12 +423,6 @@ class Blame:
         """Whether only the compiled program is wrong: its sums round after each term."""
         is_bad = [bool(self._bad_results(x)) for x in (self.errors, self._own_errors)]
         return is_bad == [True, False]
-
-    @property
-    def _limit(self) -> float:
-        """The relative error beyond which a result is inaccurate."""
-        limits = {8: _INACCURATE_FP8, 4: _INACCURATE_FP4}
-        return limits.get(self.format.bits if self.format else 0, _INACCURATE)
 
     def _bad_results(self, errors: np.ndarray, limit: float | None = None) -> list[int]:
         """Returns which results are further from f32 than the format explains."""
@@ -496,62 +455,90 @@ def _is_wrong(node: Node) -> bool:
     return node.format is not None and node.error > _threshold(node.format)
 
 
+def _kind_of_error(node: Node) -> str:
+    """Returns what is wrong with an operation whose own error is large."""
+    assert node.format is not None
+    if not node.local_is_finite:
+        return "overflow"
+    if node.excess:
+        return "clipping"
+    is_small = node.largest < max((x.largest for x in node.operands), default=0.0) / 8
+    tiny, subtracts = node.format.tiny, node.primitive in _DIFFERENCES
+    if subtracts and is_small and node.largest > tiny:
+        return "cancellation"
+    if node.largest < tiny or node.smallest < tiny / 8:
+        return "underflow"
+    if node.primitive in _TOTALS:
+        return "accumulation"
+    return "cancellation" if subtracts else "precision"
+
+
+def _first_of_chain(node: Node) -> Node:
+    """Follows operands that are wrong back to the first operation with an error."""
+    limit = _threshold(node.format)
+    chain = before([node], lambda x: x.deviation > limit)
+    wrong = [x for x in chain if x.deviation > limit and _is_wrong(x)]
+    return wrong[-1] if wrong else node
+
+
+def in_fp8(node: Node) -> list[Node]:
+    """Returns a node and what `fp8` makes it of, back to other matmuls."""
+    ends = lambda x: x.eqn and (not x.in_fp8 or x.primitive in MATMULS)  # noqa: E731
+    return [x for x in before([node], lambda x: not ends(x)) if x.in_fp8]
+
+
+def matmul_of(node: Node, nodes: Sequence[Node]) -> list[Node]:
+    """Returns the matmul for which `fp8` runs a node, and what it is made of."""
+    after = nodes[node.index :] if node.in_fp8 else ()
+    made = (in_fp8(x) for x in after if x.primitive in MATMULS)
+    found = [parts for parts in made if node in parts] or [[node]]
+    # A gradient is an operand of two, of which one has the parameter.
+    return max(found, key=lambda parts: any(x.param for x in parts))
+
+
 # --- Origins of numbers that are not finite -------------------------------------------
 
 
-def _kinds(classes: Classes) -> set[int]:
-    return set() if classes is None else set(classes.tolist())
+def _in_shadow(origin: Origin) -> bool:
+    """Returns whether the shadow is not finite there either."""
+    return bool(origin.kinds & origin.node.shadow_kinds)
 
 
-def _origins(recording: Recording, starts: Iterable[Ref]) -> list[Origin]:
+def _origins(nodes: Sequence[Node], results: Iterable[Node]) -> list[Origin]:
     """Returns where the numbers of some results that are not finite come from.
 
     They are followed back through operands that are not finite either. The minus infinity
     of a mask that a softmax removes does not reach the results, and is not found.
     """
-    wanted, readers, found = dict[Ref, set[int]](), dict[int, int](), list[Origin]()
-    nodes = recording.nodes
-
-    def want(ref: Ref, kinds: set[int], reader: int) -> None:
-        if kinds:
-            readers.setdefault(ref[0], reader)
-            wanted.setdefault(ref, set()).update(kinds)
-
-    for ref in starts:
-        want(ref, _kinds(recording.stats(ref).classes), -1)
-    for index, node in reversed(list(enumerate(nodes))):
+    # The kinds that reach the results, and the last node that reads each on the way.
+    wanted, found = {x: x.kinds for x in results if x.kinds}, list[Origin]()
+    readers: dict[Node, Node | None] = dict.fromkeys(wanted)
+    for node in reversed(nodes):
         # What no equation has made is a part of another value, or stacked from some.
-        keeps = node.primitive in ("", "convert_element_type", *PICKS)
-        for out in range(len(node.stats)):
-            here, is_explained = wanted.get((index, out), set()), False
-            for ref in node.parents if here else ():
-                theirs = _kinds(recording.stats(ref).classes)
-                same = theirs & ({NAN} if NAN in here and not keeps else here)
-                hit = same if keeps or same else theirs
-                is_explained |= bool(hit)
-                want(ref, hit, index)
-            if here and not is_explained:
-                found.append(_origin(nodes, readers, index, out, here))
-    return sorted(found, key=lambda x: x.node)
+        keeps = node.primitive in ("", *CASTS, *PICKS)
+        here, is_explained = wanted.get(node, frozenset()), False
+        for y in node.operands if here else ():
+            same = y.kinds & ({NAN} if NAN in here and not keeps else here)
+            hit = same if keeps or same else y.kinds
+            is_explained |= bool(hit)
+            if hit:
+                readers.setdefault(y, node)
+                wanted[y] = wanted.get(y, hit) | hit
+        if here and not is_explained:
+            found.append(_origin(node, here, readers))
+    return sorted(found, key=lambda x: x.node.index)
 
 
-def _origin(
-    nodes: Sequence[Node],
-    readers: dict[int, int],
-    index: int,
-    out: int,
-    kinds: set[int],
-) -> Origin:
+def _origin(start: Node, kinds: Kinds, readers: dict[Node, Node | None]) -> Origin:
     """Returns an origin; that of a constant is where it is first computed with."""
-    constant, reader = None, index
-    while reader >= 0 and nodes[reader].eqn is not None:
-        node = nodes[reader]
-        rounded = node.primitive == "convert_element_type"
+    constant, node = None, start
+    while node is not None and node.eqn is not None:
+        rounded = node.primitive in CASTS
         written = (x for x in node.written if rounded or not np.isfinite(x))
         constant = next(written, constant)
         if constant is None or not (rounded or node.primitive in SHAPE_ONLY):
             break
-        reader = readers[reader]
-    if constant is None or reader < 0:
-        return Origin(index, out, kinds, constant)
-    return Origin(reader, 0, _kinds(nodes[reader].stats[0].classes), constant)
+        node = readers.get(node)
+    if constant is None or node is None:
+        return Origin(start, kinds, constant)
+    return Origin(node, node.kinds, constant)

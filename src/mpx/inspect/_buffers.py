@@ -5,15 +5,19 @@ values of a jaxpr never exist in memory. The rules here say which ones do.
 """
 
 import collections
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
 
 from mpx._jax._compat import Literal, open_jaxpr, primitive_name
+from mpx._jax._formats import short_name
 from mpx._program._flow import Walk
 from mpx._program._interpreter import Aval, Jaxpr
+from mpx._program._primitives import CASTS
 from mpx._program._queries import (
     ATTENTION,
     CALLS,
@@ -27,26 +31,24 @@ from mpx._program._queries import (
     has_body,
     names,
 )
-from mpx.inspect._dtypes import short_dtypes
 from mpx.inspect._result import total
 
 _INLINED = (*CALLS, *names("custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"))
-_READS_MEMORY = frozenset(
-    (
-        *MATMULS,
-        *ATTENTION,
-        *CROSS_ENTROPY,
-        GROUPED,
-        *names(
-            "scan while cond shard_map pallas_call ffi_call pure_callback io_callback "
-            "custom_partitioning sort top_k fft cholesky lu qr eigh svd eig "
-            "triangular_solve scatter scatter-add scatter_add cumsum cumprod cummax "
-            "cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max "
-            "select_and_scatter_add select_and_gather_add dot_product_attention_fwd "
-            "dot_product_attention_bwd dot_product_attention_fwd_wrapper "
-            "dot_product_attention_bwd_wrapper triton_kernel_call"
-        ),
+KERNELS = frozenset({*ATTENTION, *CROSS_ENTROPY, GROUPED}).union(
+    names(
+        "dot_product_attention_fwd dot_product_attention_fwd_wrapper ffi_call "
+        "dot_product_attention_bwd dot_product_attention_bwd_wrapper triton_kernel_call"
     )
+)
+"""Kernels that somebody has written."""
+_READS_MEMORY = KERNELS.union(
+    MATMULS,
+    names(
+        "scan while cond shard_map pallas_call pure_callback io_callback sort top_k fft "
+        "custom_partitioning cholesky lu qr eigh svd eig triangular_solve scatter "
+        "scatter-add scatter_add cumsum cumprod cummax cummin cumlogsumexp reduce_window "
+        "reduce_window_sum reduce_window_max select_and_scatter_add select_and_gather_add"
+    ),
 )
 """Operations that run in a kernel of their own: operands and results are in memory."""
 _WRITES_MEMORY = _READS_MEMORY.union(
@@ -70,43 +72,23 @@ _LARGE = 0.5  # An operand counts from this share of the bytes of the result.
 _SMALLER = 0.6  # A result is kept instead of its operands below this share of theirs.
 
 
-class Buffer(NamedTuple):
-    """A value in memory."""
-
-    bytes: int
-    dtype: str
-    is_saved: bool  # the forward pass makes it and the backward pass reads it
-    is_result: bool  # of the program
-
-
 class Peak(NamedTuple):
     """The moment at which a program needs most memory, its arguments not counted."""
 
     bytes: int
-    live: list[Buffer]  # the buffers that exist then
-    saved: list[Buffer]  # what the forward pass leaves for the backward pass
-
-
-class _Node(NamedTuple):
-    """An equation with the values that it reads and makes, by number."""
-
-    here: Position
-    name: str
-    reads: list[int]
-    outs: list[int]
-    inner: int
+    live: "list[Value]"  # those in memory then
+    saved: "list[Value]"  # what the forward pass leaves for the backward pass
 
 
 def nbytes(aval: Aval) -> int:
     """Returns the bytes of a value; a PRNG key has 8, a token or a reference none."""
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-    size = getattr(dtype, "itemsize", 0) if dtype is not None else 0
-    return math.prod(shape) * int(size)
+    size = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * int(size)
 
 
-def by_dtype(buffers: Iterable[Buffer]) -> dict[str, int]:
+def by_dtype(values: "Iterable[Value]") -> dict[str, int]:
     """Returns the bytes by dtype, the most first."""
-    found = total((short_dtypes([x.dtype]), x.bytes) for x in buffers)
+    found = total((x.dtype, x.bytes) for x in values)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -114,42 +96,53 @@ Inner = Callable[[Equation], Sequence[Peak]]
 """Returns the peaks of the jaxprs inside an equation."""
 
 
-class _Graph(Walk[int]):
-    """A jaxpr without calls: each value has a number; a literal has -1."""
+@dataclasses.dataclass(eq=False)
+class _Node:
+    """An equation with the values that it reads and makes."""
 
-    unknown = -1
+    here: Position
+    index: int
+    name: str
+    reads: "list[Value]"
+    inner: int  # the bytes that the jaxprs in it need
+    outs: "list[Value]" = dataclasses.field(default_factory=list)
+
+
+class Value:
+    """A value, the equation that makes it, and the value whose buffer it shares."""
+
+    def __init__(self, aval: Aval, node: Any = None) -> None:
+        self.bytes, self.node, self.same = nbytes(aval), node, self
+        self.dtype = short_name(aval.dtype) if hasattr(aval, "dtype") else ""
+        # Whether the forward pass leaves it for the backward pass, or the program returns it
+        self.is_saved = self.is_result = False
+        # What is in memory of what it is computed from: of a stored value, itself
+        self.sources = frozenset[Value]()
+
+
+class _Graph(Walk[Value | None]):
+    """A jaxpr without calls; the label of a literal is `None`."""
+
+    unknown = None
 
     def __init__(self, jaxpr: Jaxpr, inner: Inner) -> None:
         self.nodes: list[_Node] = []  # in the order of the kernels
-        # Of each value the bytes, the dtype, and the equation that makes it, if one does.
-        self.size: list[int] = []
-        self.dtype: list[str] = []
-        self.maker: list[_Node | None] = []
-        self._known: dict[Hashable, list[int]] = {}
+        self._known: dict[Hashable, list[Value]] = {}
         self._inner = inner
         inputs = [self.constant(var) for var in open_jaxpr(jaxpr)[0].invars]
         self.outs = self.run(jaxpr, inputs)
-        # For each value the one whose buffer it shares.
-        self.same = list(range(len(self.size)))
         self._share_buffers()
-        # The values in memory, and for the others those from which they are computed.
-        self.stored: set[int] = set()
-        self._roots: dict[int, frozenset[int]] = {}
+        self.results = {x.same for x in self.outs if x is not None}
+        self.stored: list[Value] = []
         self._store()
 
-    def constant(self, var: PyTree) -> int:
-        return self._new(var.aval, None)
+    def constant(self, var: PyTree) -> Value:
+        return Value(var.aval)
 
-    def _new(self, aval: Aval, maker: _Node | None) -> int:
-        self.size.append(nbytes(aval))
-        self.dtype.append(str(getattr(aval, "dtype", "")))
-        self.maker.append(maker)
-        return len(self.size) - 1
-
-    def bodies(self, eqn: Equation, labels: list[int]) -> list[tuple[Jaxpr, list[int]]]:
+    def bodies(self, eqn: Equation, labels: list[Any]) -> list[tuple[Jaxpr, list[Any]]]:
         return super().bodies(eqn, labels)[:1] if _is_inlined(eqn) else []
 
-    def equation(self, here: Position, labels: list[int]) -> list[int]:
+    def equation(self, here: Position, labels: list[Any]) -> list[Any]:
         eqn, name = here.eqn, primitive_name(here.eqn)
         if _is_inlined(eqn):
             return []
@@ -161,8 +154,9 @@ class _Graph(Walk[int]):
         if key in self._known:
             return self._known[key]
         inner = max((x.bytes for x in self._inner(eqn)), default=0)
-        node = _Node(here, name, [x for x in labels if x >= 0], [], inner)
-        node.outs.extend(self._new(var.aval, node) for var in eqn.outvars)
+        reads = [x for x in labels if x is not None]
+        node = _Node(here, len(self.nodes), name, reads, inner)
+        node.outs += [Value(var.aval, node) for var in eqn.outvars]
         self.nodes.append(node)
         if key is not None:
             self._known[key] = node.outs
@@ -178,98 +172,76 @@ class _Graph(Walk[int]):
             if node.name in SHAPE_ONLY or node.name in ("name", "optimization_barrier"):
                 pairs = list(zip(node.reads, node.outs, strict=False))
             for source, out in pairs:
-                if self.size[source] == self.size[out]:
-                    self.same[out] = self.same[source]
+                if source.bytes == out.bytes:
+                    out.same = source.same
 
     def _store(self) -> None:
         """Finds the values in memory, and what the others are made from."""
-        same, size = self.same, self.size
-        readers: dict[int, set[int]] = collections.defaultdict(set)
-        crosses = self._crossing()
-        wanted = {same[value] for value in self.outs if value >= 0}
-        for index, node in enumerate(self.nodes):
-            for value in map(same.__getitem__, node.reads):
-                if node.outs and value == same[node.outs[0]]:
-                    continue
-                readers[value].add(index)
-                if node.name in _READS_MEMORY:
-                    wanted.add(value)
+        readers: dict[Value, set[_Node]] = collections.defaultdict(set)
+        crosses, wanted = self._crossing(), {*self.results}
         for node in self.nodes:
-            sources = frozenset[int]().union(*map(self._sources, node.reads))
-            total = sum(size[x] for x in sources)
+            read = {x.same for x in node.reads} - {x.same for x in node.outs[:1]}
+            for value in read:
+                readers[value].add(node)
+            wanted |= read if node.name in _READS_MEMORY else set()
+        for node in self.nodes:
+            sources = frozenset[Value]().union(*(x.same.sources for x in node.reads))
+            total = sum(x.bytes for x in sources)
             for out in node.outs:
-                if same[out] != out:
+                if out.same is not out:
                     continue
-                is_joined = sum(size[x] >= _LARGE * size[out] for x in sources) > 1
-                is_made = is_joined or node.name == "convert_element_type"
-                is_smaller = is_made and size[out] < _SMALLER * total
+                large = [x for x in sources if x.bytes >= _LARGE * out.bytes]
+                is_joined = len(large) > 1
+                is_made = is_joined or node.name in CASTS
+                is_smaller = is_made and out.bytes < _SMALLER * total
                 is_saved = is_smaller or node.name in _EXPENSIVE
-                if (
+                is_stored = (
                     out in wanted
                     or node.name in _WRITES_MEMORY
                     or (is_joined and len(readers[out]) > 1)
                     or (out in crosses and is_saved)
-                ):
-                    self.stored.add(out)
-                else:
-                    self._roots[out] = sources
+                )
+                out.sources = frozenset({out}) if is_stored else sources
+                self.stored += [out] * is_stored
 
-    def _sources(self, value: int) -> frozenset[int]:
-        """Returns the stored values from which a value is read or computed."""
-        value = self.same[value]
-        if value in self.stored:
-            return frozenset({value})
-        return self._roots.get(value, frozenset())
-
-    def _crossing(self) -> set[int]:
+    def _crossing(self) -> set[Value]:
         """Returns the values of the forward pass from which the backward pass computes."""
-        needed: set[int] = set()
+        needed: set[Value] = set()
         for node in reversed(self.nodes):
             is_end = node.name in _WRITES_MEMORY or node.name in _EXPENSIVE
-            is_needed = any(self.same[out] in needed for out in node.outs)
+            is_needed = any(out.same in needed for out in node.outs)
             if node.here.backward or (is_needed and not is_end):
-                needed.update(self.same[value] for value in node.reads)
-        made = ((value, self.maker[value]) for value in needed)
-        return {value for value, maker in made if maker and not maker.here.backward}
+                needed.update(x.same for x in node.reads)
+        return {x for x in needed if x.node and not x.node.here.backward}
 
     def peak(self, released: Sequence[int]) -> Peak:
         """Returns the peak; `released` results are gone once they are made."""
-        # When values are made and read last, and which the backward pass reads.
-        born, dies, read_back = dict[int, int](), dict[int, int](), set[int]()
-        for index, node in enumerate(self.nodes):
-            made = {self.same[out] for out in node.outs} & self.stored
-            for out in made.intersection(node.outs):
-                born[out] = dies[out] = index
-            if node.outs and not made:
+        # When values are read last, and which the backward pass reads.
+        dies, read_back = {x: x.node.index for x in self.stored}, set[Value]()
+        for node in self.nodes:
+            if node.outs and not any(x.same in dies for x in node.outs):
                 continue  # computed where it is read
-            roots = frozenset[int]().union(*map(self._sources, node.reads))
-            dies |= dict.fromkeys(roots, index)
-            read_back |= roots if node.here.backward else frozenset()
-        results = {self.same[x] for x in self.outs if x >= 0}
-        dies |= dict.fromkeys(results & self.stored, len(self.nodes))
-        gone = {self.same[self.outs[i]] for i in released if self.outs[i] >= 0}
-        for value in gone & self.stored:
-            maker = self.maker[value]
+            roots = frozenset[Value]().union(*(x.same.sources for x in node.reads))
+            dies |= dict.fromkeys(roots, node.index)
+            read_back |= roots if node.here.backward else set()
+        dies |= dict.fromkeys(self.results & dies.keys(), len(self.nodes))
+        gone = {x.same for i in released if (x := self.outs[i]) is not None}
+        for value in gone & dies.keys():
             # What a scan stacks is released layer by layer, inside the scan.
-            dies[value] = born[value] - (maker is not None and maker.name == "scan")
+            dies[value] = value.node.index - (value.node.name == "scan")
         change: collections.Counter[int] = collections.Counter()
         for value in self.stored:
-            change[born[value]] += self.size[value]
-            change[dies[value] + 1] -= self.size[value]
-        now, most, at = 0, 0, 0
-        for time, node in enumerate(self.nodes):
-            now += change[time]
-            if now + node.inner > most:
-                most, at = now + node.inner, time
-        live, saved = list[Buffer](), list[Buffer]()
-        for value in sorted(self.stored):
-            maker = self.maker[value]
-            is_forward = maker is not None and not maker.here.backward
-            is_saved, is_result = is_forward and value in read_back, value in results
-            found = Buffer(self.size[value], self.dtype[value], is_saved, is_result)
-            live += [found] if born[value] <= at <= dies[value] else []
-            saved += [found] if is_saved else []
-        return Peak(most, live, saved)
+            change[value.node.index] += value.bytes
+            change[dies[value] + 1] -= value.bytes
+        now = itertools.accumulate(change[x.index] for x in self.nodes)
+        sizes = [x + node.inner for x, node in zip(now, self.nodes, strict=True)]
+        most = max(sizes, default=0)
+        at = sizes.index(most) if most else 0
+        for value in self.stored:
+            value.is_saved = value in read_back and not value.node.here.backward
+            value.is_result = value in self.results
+        live = [x for x in self.stored if x.node.index <= at <= dies[x]]
+        return Peak(most, live, [x for x in self.stored if x.is_saved])
 
 
 def _is_inlined(eqn: Equation) -> bool:

@@ -13,9 +13,14 @@ _KINDS = (
     "all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|"
     "collective-permute|collective-broadcast"
 )
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-$]+) (?:\(.*)?\{$")
-_CALLED = re.compile(r"(?:body|calls|to_apply|condition)=%?([\w.\-$]+)")
-_CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+# Its name after `ENTRY`, if it is that, and its lines, which are indented.
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-$]+) (?:\(.*)?\{[ \t]*\n((?:[ \t].*\n?)*)", re.MULTILINE
+)
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|condition|branch_computations|called_computations)="
+    r"(%?[\w.\-$]+|\{[^}]*\})"
+)
 _COLLECTIVE = re.compile(rf" = (\(.*?\)|\S+) ({_KINDS})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\]")
 _SHORT = {"f8e4m3fn": "e4m3", "f8e5m2": "e5m2", "f4e2m1fn": "e2m1", "pred": "bool"}
@@ -89,7 +94,9 @@ def collectives(compiled: jax.stages.Compiled | str) -> Collectives:
 
 
 def _found(text: str) -> Iterator[Collective]:
-    entry, bodies = _computations(text)
+    found = _COMPUTATION.findall(text)
+    bodies = {name: lines.splitlines() for _, name, lines in found}
+    entry = next((name for is_entry, name, _ in found if is_entry), "")
     runs, devices = _runs(entry, bodies), _number(r"num_partitions=(\d+)", text)
     for name, lines in bodies.items():
         times, in_loop = runs.get(name, (0, False))
@@ -111,20 +118,6 @@ def _found(text: str) -> Iterator[Collective]:
                 yield Collective(kind, short, shape, group, times, in_loop, sent)
 
 
-def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
-    """Returns the name of the entry, and the lines of each computation by its name."""
-    entry, found, lines = "", dict[str, list[str]](), list[str]()
-    for line in text.splitlines():
-        if line.startswith((" ", "\t")):
-            lines.append(line)
-        elif match := _COMPUTATION.match(line.strip()):
-            lines = found.setdefault(match[2], [])
-            entry = match[2] if match[1] else entry
-        else:
-            lines = []
-    return entry, found
-
-
 def _runs(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool]]:
     """Returns how often each computation runs, and whether in a loop."""
     runs, stack = dict[str, tuple[int, bool]](), [(entry, 1, False)]
@@ -135,9 +128,7 @@ def _runs(entry: str, bodies: dict[str, list[str]]) -> dict[str, tuple[int, bool
         for line in bodies.get(name, ()):  # a text may have no entry
             if "async-done(" in line or "async-update(" in line:
                 continue  # they name the computation of their start again
-            called = _CALLED.findall(line)
-            for names in _CALLED_LISTS.findall(line):
-                called += [x.strip(" %") for x in names.split(",")]
+            called = re.findall(r"[\w.\-$]+", " ".join(_CALLED.findall(line)))
             is_loop = " while(" in line
             count = _number(r"known_trip_count\D*(\d+)", line) if is_loop else 1
             inner = times * count, in_loop or is_loop
@@ -165,9 +156,6 @@ def _group(line: str, devices: int) -> int:
 
 def _sent(kind: str, size: float, group: int) -> float:
     """Returns how many bytes a device sends for a result of `size` bytes."""
-    others = group - 1
-    if kind == "reduce-scatter":
-        return size * others
-    if kind in ("all-gather", "all-to-all"):
-        return size * others / group
-    return 2 * size * others / group if kind == "all-reduce" else size
+    factors = {"reduce-scatter": group, "all-reduce": 2}
+    factors |= {"all-gather": 1, "all-to-all": 1}
+    return size * factors[kind] * (group - 1) / group if kind in factors else size

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import re
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -166,12 +166,9 @@ def versions() -> dict[str, str]:
 
 def _fastest(call: Callable[[Array], Array], x: Array) -> float:
     """Returns the seconds of the fastest of ten calls, after one that compiles."""
-    times = list[float]()
-    for _ in range(11):  # the same on every process: a collective waits for all of them
-        before = time.perf_counter()
-        jax.block_until_ready(call(x))
-        times.append(time.perf_counter() - before)
-    return min(times[1:])
+    # As many on every process: a collective waits for all of them.
+    run = lambda: jax.block_until_ready(call(x))  # noqa: E731
+    return min(timeit.repeat(run, number=1, repeat=11)[1:])
 
 
 def _numbers() -> int:
@@ -260,14 +257,12 @@ def check_devices() -> Check:
 
 def check_versions(everywhere: list[dict[str, str]]) -> Check:
     """Checks that versions and settings agree."""
-    name, count = "versions and settings", len(everywhere[0])
-    checks = [
-        judge(name, _by_process([f"{key} {x.get(key)}" for x in everywhere]))
-        for key in everywhere[0]
-    ]
+    keys, count = everywhere[0], len(everywhere)
+    rows = ([f"{key} {x.get(key)}" for x in everywhere] for key in keys)
+    checks = [judge("", _by_process(row)) for row in rows]
     different = [check.figures for check in checks if not check.passed]
-    text = f"{count} equal on {len(everywhere)} of {len(everywhere)}"
-    return Check(name, not different, "; ".join(different) or text)
+    text = "; ".join(different) or f"{len(keys)} equal on {count} of {count}"
+    return Check("versions and settings", not different, text)
 
 
 # --- A few training steps -------------------------------------------------------------
@@ -292,22 +287,16 @@ class Trial:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.width = mesh, mesh.size * -(-64 // mesh.size)
         self._cut, everywhere = (NamedSharding(mesh, x) for x in (P("data"), P()))
-        self._state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=self._cut if x.ndim == 2 else everywhere
-            ),
-            jax.eval_shape(self._init),
-        )
-        self._where = jax.tree.map(lambda x: x.sharding, self._state)
-        self._jitted = jax.jit(self._step, out_shardings=(self._where, everywhere))
+        where = {"params": self._cut, "scaling": everywhere}
+        self._start = jax.jit(self._init, out_shardings=where)
+        self._jitted = jax.jit(self._step, out_shardings=(where, everywhere))
 
     def run(self, devices: Sequence[int]) -> list[list[bool]]:
         """Returns for each local device which steps it skipped.
 
         There is one step for each number: the device with a NaN in its batch; -1 for none.
         """
-        state = jax.jit(self._init, out_shardings=self._where)()
-        found = list[list[bool]]()
+        state, found = self._start(), list[list[bool]]()
         for number, device in enumerate(devices):
             state, finite = self._jitted(state, np.int32(number), np.int32(device))
             shards = sorted(finite.addressable_shards, key=lambda x: x.device.id)
@@ -317,8 +306,8 @@ class Trial:
     def collectives(self, options: Options = None) -> Sequence[Collective]:
         """Returns the collectives of one step, compiled with some options."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        lowered = self._jitted.lower(self._state, number, number)
-        return collectives(lowered.compile(options))
+        state = jax.eval_shape(self._start)  # with its shardings
+        return collectives(self._jitted.lower(state, number, number).compile(options))
 
     def _init(self) -> PyTree:
         width, (up, down) = self.width, jax.random.split(jax.random.key(0))

@@ -20,23 +20,6 @@ def is_low(x: object) -> bool:
     return is_float(x) and getattr(x, "dtype").itemsize < 4  # noqa: B009
 
 
-def is_half(x: object) -> bool:
-    """Returns whether it is bf16 or f16."""
-    return str(getattr(x, "dtype", "")) in ("bfloat16", "float16")
-
-
-def is_f32(x: object) -> bool:
-    """Returns whether it is f32."""
-    return str(getattr(x, "dtype", "")) == "float32"
-
-
 def short_dtypes(names: Iterable[Any]) -> str:
     """Returns `f32`, or `f32×bf16` if the dtypes differ."""
-
-    def short(name: Any) -> str:
-        try:
-            return short_name(np.dtype(name))
-        except TypeError:  # the dtype of a PRNG key
-            return str(name)
-
-    return "×".join(dict.fromkeys(map(short, names)))
+    return "×".join(dict.fromkeys(short_name(np.dtype(name)) for name in names))

@@ -5,24 +5,24 @@ in f32. Where `amp` or `fp8` would round, it rounds to a format that is an argum
 compiled program serves all groups and formats.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import PyTree
 
-from mpx._amp import amp
-from mpx._casting._select import search
+from mpx._amp._facts import is_eligible as is_f32
+from mpx._fp8._operands import power_of_two_scale
 from mpx._jax._compat import (
+    REMAT_SCOPE,
     Literal,
     bind,
     eval_equation,
@@ -32,34 +32,35 @@ from mpx._jax._compat import (
     source_frames,
 )
 from mpx._jax._formats import FORMATS
+from mpx._jax._formats import is_low as is_half
 from mpx._program import HANDLERS
-from mpx._program._flow import moved
 from mpx._program._interpreter import (
     Facts,
     Kind,
     Op,
     Outcome,
-    Scopes,
     Visitor,
-    as_array,
+    arrays_of,
+    cast_all,
+    dtypes_of,
 )
+from mpx._program._primitives import CASTS
 from mpx._program._queries import (
-    ATTENTION,
-    CROSS_ENTROPY,
     CUSTOM,
-    GROUPED,
     MATMULS,
     MOVES,
     REMAT,
     Equation,
+    Position,
     equations,
+    flops,
     has_body,
     names,
 )
 from mpx._wire._product import LINEAR
-from mpx.inspect._dtypes import is_f32, is_half
+from mpx.inspect._buffers import KERNELS
 from mpx.inspect._equations import PICKS, f32_params
-from mpx.inspect._program import Name, gradient, program
+from mpx.inspect._program import Place, Program, gradient, path, sites
 
 # --- Groups of operations that a policy can keep in f32 -------------------------------
 
@@ -77,89 +78,15 @@ class Group(NamedTuple):
         own = getattr(self.param, "path", "") or self.param or self.scope
         return own or next(iter(self.functions), "other")
 
-    @property
-    def selector(self) -> "Keep":
-        """What keeps these operations in f32, with as few others as possible."""
-        if self.param or self.scope:
-            return Keep("keep", f"^{re.escape(self.label)}$")
-        return Keep("functions", f"{re.escape(self.label)}$")
 
-
-class Keep(NamedTuple):
-    """A selector of `amp`: an expression for `keep`, or for `AmpRules.functions`."""
-
-    kind: str
-    pattern: str
-
-    def selects(self, group: Group) -> bool:
-        """Returns whether the operations of a group run in f32."""
-        if self.kind == "functions":
-            return any(search(self.pattern, name) for name in group.functions)
-        if group.param and search(self.pattern, group.param):
-            return True
-        paths = itertools.accumulate(group.scope.split("/"), "{}/{}".format)
-        return bool(group.scope) and any(search(self.pattern, x) for x in paths)
-
-
-_LABEL = re.compile(r"^mpx-group-(\d+)(-input)?$")
-
-
-def label_of(scopes: Scopes) -> tuple[int | None, bool]:
-    """Returns the group of an equation, if known, and whether it casts an operand for it."""
-    found = next(filter(None, map(_LABEL.match, reversed(scopes))), None)
-    return (int(found[1]), found[2] is not None) if found else (None, False)
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _Labels(Visitor):
-    """Runs each equation in a scope that names its group, also in the backward pass."""
-
-    groups: dict[Group, int] = dataclasses.field(default_factory=dict)
-    _around: tuple[str, ...] = ()
-
-    def equation(self, op: Op) -> Outcome:
-        name = primitive_name(op.eqn)
-        if name in HANDLERS:
-            return HANDLERS[name](self, op)
-        number = self.groups.setdefault(self._group(op), len(self.groups))
-        # A cast to 16 bits belongs to the operation that reads it if `amp` gave both the
-        # same source; it also casts what a chain has computed.
-        trace, suffix = op.eqn.source_info.traceback, ""
-        if name == "convert_element_type":
-            found = self.frame.readers.get(op.eqn.outvars[0], ())
-            is_input = any(eqn.source_info.traceback is trace for eqn, _ in found)
-            suffix = "-input" if is_input else ""
-        with jax.named_scope(f"mpx-group-{number}{suffix}"):
-            outs = eval_equation(op.eqn, op.values)
-        return outs, [moved(op.eqn, op.facts)] * len(outs)
-
-    def fact_inside(self, fact: Name, var: Hashable, kind: Kind) -> Name:
-        return None if kind == "carry" else fact
-
-    def _group(self, op: Op) -> Group:
-        is_matmul = primitive_name(op.eqn) in (*MATMULS, LINEAR)
-        param = next(filter(None, op.facts), "") if is_matmul else ""
-        # A scope inside itself counts once.
-        path = "/".join(name for name, _ in itertools.groupby(op.scopes))
-        return Group(param, path, _functions(op.eqn, self._around))
-
-    @contextlib.contextmanager
-    def inside(self, eqn: Equation, more: PyTree) -> Iterator[None]:
-        before = self._around
-        self._around = _functions(eqn, before)
-        try:
-            yield
-        finally:
-            self._around = before
-
-    def cache_key(self, eqn: Equation, more: PyTree) -> tuple[str, ...]:
-        return self._around
-
-
-def _functions(eqn: Equation, around: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the functions that wrote an equation, then those of the calls around it."""
-    own = (name for name, _, _ in source_frames(eqn))
-    return tuple(dict.fromkeys((*own, *around)))
+def _group_of(here: Position, place: Place, weights: set[str]) -> Group:
+    # A scope inside itself counts once, and what is computed again is the same.
+    scopes = itertools.groupby(x for x in here.scopes if x != REMAT_SCOPE)
+    path = "/".join(name for name, _ in scopes)
+    eqns = here.eqn, *reversed(here.callers)
+    functions = dict.fromkeys(name for eqn in eqns for name, _, _ in source_frames(eqn))
+    is_matmul = place.primitive in (*MATMULS, LINEAR) and place.param in weights
+    return Group(place.param if is_matmul else "", path, tuple(functions))
 
 
 # --- Rounding to a format that is an argument -----------------------------------------
@@ -188,10 +115,8 @@ def rounded(x: Array, form: Array, *, is_scaled: bool = False) -> Array:
     """
     spread, tiny, limit = form[0], form[1], form[2]
     if is_scaled:
-        largest = jnp.max(jnp.abs(x), initial=0.0)
-        below = _power(largest)
         # The largest number of both 8-bit formats is 1.75 times a power of two.
-        above = jnp.where(largest > np.float32(1.75) * below, 4 * below, 2 * below)
+        above = 512 * power_of_two_scale(jnp.max(jnp.abs(x), initial=0.0), "e4m3")
         tiny, limit = tiny * (above / limit), np.inf
     size = _power(lax.clamp(tiny, jnp.abs(x), np.float32(2.0**100)))
     # A unit in the last place of this number is the spacing of the format around x: the sum
@@ -211,16 +136,6 @@ def _power(x: Array) -> Array:
 # --- The program ----------------------------------------------------------------------
 
 _NESTED = (*names("jit pjit closed_call core_call scan cond"), *REMAT)
-# Kernels that have no code for f32, or another one.
-_KERNELS = (
-    *ATTENTION,
-    *CROSS_ENTROPY,
-    GROUPED,
-    *names("dot_product_attention_fwd dot_product_attention_bwd triton_kernel_call"),
-    *names(
-        "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper ffi_call"
-    ),
-)
 # The results can be represented where the operands can.
 _EXACT = PICKS.union(MOVES, names("neg abs sign"))
 
@@ -254,18 +169,20 @@ class _Rounding(Visitor):
     emulation: "Emulation"
     table: Array  # the formats, one row for each key
     with_fp8: bool  # whether operands of matmuls with a parameter may be quantised
+    callers: tuple[Equation, ...] = ()  # the equations around the running body
 
     def equation(self, op: Op) -> Outcome:
         eqn, name = op.eqn, primitive_name(op.eqn)
         by_platform = bool(eqn.params.get("branches_platforms"))
         if name in _NESTED and not by_platform:
-            return HANDLERS[name](self, _with_seed(op))
+            return HANDLERS[name](self, op)
         if name in CUSTOM or by_platform:
             return self._inline(op)
         touched = any(is_half(x.aval) for x in (*eqn.invars, *eqn.outvars))
-        if name in HANDLERS or has_body(eqn) or (touched and name in _KERNELS):
+        # The kernels have no code for f32, or another one.
+        if name in HANDLERS or has_body(eqn) or (touched and name in KERNELS):
             return self._as_written(op)
-        if name == "convert_element_type":
+        if name in CASTS:
             return self._convert(op)
         if touched and name not in MOVES:
             return self._half(op, name)
@@ -278,19 +195,18 @@ class _Rounding(Visitor):
         """Runs the body of a call; by platform, the code for those without their own."""
         params, start = op.eqn.params, int("branches" in op.eqn.params)
         body, consts = open_jaxpr(params.get("call_jaxpr") or params["branches"][-1])
-        return self.run(body, consts, op.values[start:], op.facts[start:], op.scopes)
+        with self.inside(op.eqn, self.table):
+            values, facts = op.values[start:], op.facts[start:]
+            return self.run(body, consts, values, facts, op.scopes)
 
     def _as_written(self, op: Op) -> Outcome:
         """Runs an equation at its own dtypes, on f32 values."""
         inner = equations(op.eqn)
         if any(is_half(x.aval) for eqn in (op.eqn, *inner) for x in eqn.invars):
             self.emulation.opaque.add(primitive_name(op.eqn))
-        cast = [
-            x.astype(var.aval.dtype) if is_half(var.aval) else x
-            for x, var in zip(map(as_array, op.values), op.eqn.invars, strict=True)
-        ]
-        outs = eval_equation(op.eqn, cast)
-        outs = [x.astype(np.float32) if is_half(jax.typeof(x)) else x for x in outs]
+        own = dtypes_of([x.aval for x in op.eqn.invars])
+        outs = eval_equation(op.eqn, cast_all(arrays_of(op.values), own))
+        outs = [x.astype(np.float32) if is_half(x) else x for x in outs]
         return outs, [Fact(is_cotangent=_is_cotangent(op))] * len(outs)
 
     def read(self, atom: object) -> tuple[object, Fact]:
@@ -302,11 +218,14 @@ class _Rounding(Visitor):
 
     def _convert(self, op: Op) -> Outcome:
         (var,), (out,), (x,), (fact,) = op.eqn.invars, op.eqn.outvars, *op[1:3]
+        group, is_param = self._group(op)
         narrows = is_half(out.aval) and is_f32(var.aval)
-        if narrows and (label_of(op.scopes)[1] or is_transposed(op.eqn)):
+        # What is cast for whoever reads it: a parameter, a cotangent, and what `amp` gave the
+        # source of the operation that reads it. It also casts what a chain has computed.
+        is_back = fact.is_cotangent or is_transposed(op.eqn)
+        if narrows and (is_param or is_back or self._is_input(op.eqn)):
             return [x], [fact._replace(is_pending=True)]
         if narrows or (fact.is_pending and is_f32(out.aval)):
-            group = self._group(op)
             sources = fact.sources or (group,)
             fact = Fact(sources, is_cotangent=fact.is_cotangent)
             return [self._round(x, Key(group, sources, fact.is_cotangent))], [fact]
@@ -316,8 +235,9 @@ class _Rounding(Visitor):
 
     def _half(self, op: Op, name: str) -> Outcome:
         """Runs an operation with operands or results of 16 bits."""
-        group, values = self._group(op), list(op.values)
+        (group, _), values = self._group(op), list(op.values)
         is_matmul = name in MATMULS
+        takes_eight = self.with_fp8 and is_matmul and self.emulation.groups[group].param
         sources = (group,) if is_matmul else _sources(op)
         for i, (var, fact) in enumerate(zip(op.eqn.invars, op.facts, strict=True)):
             if not is_half(var.aval) or isinstance(var, Literal):
@@ -325,12 +245,7 @@ class _Rounding(Visitor):
             key = Key(group, sources, fact.is_cotangent)
             if is_matmul or fact.is_pending:
                 values[i] = self._round(values[i], key)
-            if (
-                self.with_fp8
-                and is_matmul
-                and self.emulation.groups[group].param
-                and i < 2
-            ):
+            if takes_eight and i < 2:
                 values[i] = self._round(values[i], key._replace(is_eight=True))
         outs, is_cotangent = _bind_wide(op.eqn, values), _is_cotangent(op)
         if name not in _EXACT:
@@ -339,37 +254,46 @@ class _Rounding(Visitor):
             outs = [self._round(x, key) if is_half(v.aval) else x for x, v in pairs]
         return outs, [Fact(sources, is_cotangent=is_cotangent)] * len(outs)
 
-    def _group(self, op: Op) -> int:
-        found, _ = label_of(op.scopes)
-        known = (x for fact in op.facts for x in fact.sources)
-        return max(known, default=0) if found is None else found
+    def _group(self, op: Op) -> tuple[int, bool]:
+        """Returns the group of an equation, and whether it moves a parameter."""
+        return self.emulation.places[path(op.eqn, self.callers)]
+
+    def _is_input(self, cast: Equation) -> bool:
+        trace, readers = cast.source_info.traceback, self.frame.readers
+        reading = readers.get(cast.outvars[0], ())
+        return any(eqn.source_info.traceback is trace for eqn, _ in reading)
 
     def _round(self, x: Array, key: Key) -> Array:
         if not is_f32(x) or x.size == 0:
             return x
-        made = self.frame.made
-        if (key, id(x)) not in made:
-            rows = self.emulation.rows
-            form = self.table[rows.setdefault(key, len(rows))]
-            made[key, id(x)] = x, rounded(x, form, is_scaled=key.is_eight)
-        return made[key, id(x)][1]
+        rows = self.emulation.rows
+        form = self.table[rows.setdefault(key, len(rows))]
+        return rounded(x, form, is_scaled=key.is_eight)
 
     # The table is one more input of each body; a scan slices its inputs.
 
     def more_inputs(self, op: Op) -> Array:
         if primitive_name(op.eqn) != "scan":
             return self.table
-        return jnp.broadcast_to(
-            self.table, (op.eqn.params["length"], *self.table.shape)
-        )
+        length = op.eqn.params["length"]
+        return jnp.broadcast_to(self.table, (length, *self.table.shape))
 
     @contextlib.contextmanager
     def inside(self, eqn: Equation, more: Array) -> Iterator[None]:
-        before, self.table = self.table, more
+        before = self.table, self.callers
+        self.table, self.callers = more, (*self.callers, eqn)
         try:
             yield
         finally:
-            self.table = before
+            self.table, self.callers = before
+
+    def cache_key(self, eqn: Equation, more: Array) -> tuple[int, ...]:
+        return path(eqn, self.callers)
+
+    def literal_fact(self, atom: object) -> Fact:
+        # The cotangent of the loss is a number. Equations inside do not say what they are.
+        eqn = self.frame.eqn
+        return Fact(is_cotangent=eqn is not None and is_transposed(eqn))
 
     def fact_inside(self, fact: Fact, var: Hashable, kind: Kind) -> Fact:
         if kind != "carry":
@@ -382,22 +306,7 @@ class _Rounding(Visitor):
 
 def _bind_wide(eqn: Equation, values: Sequence[Array]) -> list[Array]:
     """Runs an equation with f32 in place of 16 bits."""
-    return bind(eqn, [as_array(x) for x in values], **f32_params(eqn, is_half))
-
-
-def _with_seed(op: Op) -> Op:
-    """Returns an operation whose numbers are cotangents if it is part of a backward pass.
-
-    The cotangent of the loss is a number, and equations inside do not say what they are part of.
-    """
-    if not is_transposed(op.eqn):
-        return op
-    pairs = zip(op.eqn.invars, op.facts, strict=True)
-    facts = [
-        fact._replace(is_cotangent=fact.is_cotangent or isinstance(x, Literal))
-        for x, fact in pairs
-    ]
-    return op._replace(facts=facts)
+    return bind(eqn, arrays_of(values), **f32_params(eqn, is_half))
 
 
 def _is_cotangent(op: Op) -> bool:
@@ -445,32 +354,28 @@ class Change(NamedTuple):
     error: float
     lost: float  # the largest share that one parameter's gradient lost of its norm
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the gradient is finite."""
-        return math.isfinite(self.error)
-
 
 class Emulation:
-    """The gradient of a function, with any groups rounded."""
+    """The gradient of a function under `amp`, with any groups rounded."""
 
-    def __init__(
-        self,
-        func: Callable[..., PyTree],
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        *,
-        with_fp8: bool = True,
-    ) -> None:
-        # In place of fused attention its equations, so that its parts are judged.
-        forward = program(amp(func, "bf16", attention="keep"), args, kwargs)
-        labels, (body, consts) = _Labels(), open_jaxpr(forward.jaxpr)
-        jaxpr = jax.make_jaxpr(
-            lambda *arrays: labels.run(body, consts, arrays, forward.known, ())[0]
-        )(*forward.arrays)
-        self.groups = list(labels.groups)
-        # Under `amp`, with labels as positions among the groups; and what runs as written.
-        self.program, self.opaque = gradient(forward._replace(jaxpr=jaxpr)), set[str]()
+    def __init__(self, forward: Program, *, with_fp8: bool = True) -> None:
+        # And what runs as written.
+        self.program, self.opaque = gradient(forward), set[str]()
+        # The groups, the operations of their matmuls, and by equation the position of its
+        # group and whether it moves a parameter.
+        self.places: dict[tuple[int, ...], tuple[int, bool]] = {}
+        self.flops: collections.Counter[int] = collections.Counter()
+        numbers: dict[Group, int] = {}
+        found = sites(self.program, every=True)
+        # What matmuls read. A gradient may also be summed to that of a bias.
+        read = (x for _, x in found if x.primitive in MATMULS and not x.backward)
+        weights = {x.param for x in read}
+        for here, place in found:
+            number = numbers.setdefault(_group_of(here, place, weights), len(numbers))
+            self.places[path(here.eqn, here.callers)] = number, bool(place.param)
+            if place.primitive in MATMULS:
+                self.flops[number] += flops(here.eqn) * here.times
+        self.groups = list(numbers)
         self.rows: dict[Key, int] = {}
 
         def run(arrays: Sequence[Array], table: Array) -> list[Array]:
@@ -483,35 +388,25 @@ class Emulation:
         most = 4 * sum(1 for _ in equations(self.program.jaxpr))
         shape = jax.ShapeDtypeStruct((most, 3), np.float32)
         jax.eval_shape(run, self.program.arrays, shape)  # fills the rows
+        self.exact = self.gradient(Rounded())  # in f32
 
     def gradient(self, rounds: Rounded) -> list[Array]:
         """Returns the gradient with groups rounded."""
         rows = [rounds.row(key) for key in self.rows] or [_F32]
         return self._run(self.program.arrays, np.array(rows, np.float32))
 
-    @functools.cached_property
-    def exact(self) -> list[Array]:
-        """The gradient in f32."""
-        return self.gradient(Rounded())
-
     def groups_of(self, *, eight: bool = False) -> frozenset[int]:
         """Returns the groups that round, or those that fp8 may quantise."""
         return frozenset(key.group for key in self.rows if key.is_eight == eight)
 
 
-@jax.jit
-def _squares(grads: list[Array], exact: list[Array]) -> list[Array]:
-    """Returns for each gradient the squared norms of its change, of it and of the exact."""
-    rows = [(x - y, x, y) for x, y in zip(grads, exact, strict=True)]
-    wide = [[x.astype(np.float32) for x in row] for row in rows]
-    return [jnp.stack([jnp.sum(jnp.square(x)) for x in row]) for row in wide]
-
-
 def change(grads: Sequence[Array], exact: Sequence[Array]) -> Change:
     """Returns how far gradients are from exact ones."""
-    found = np.array(jax.device_get(_squares(list(grads), list(exact))), np.float64)
-    if not found.size or not np.all(np.isfinite(found)):
-        return Change(math.inf if found.size else 0.0, 1.0)
+    rows = [(x - y, x, y) for x, y in zip(grads, exact, strict=True)]
+    sums = [[jnp.sum(jnp.square(x.astype(np.float32))) for x in row] for row in rows]
+    found = np.array(jax.device_get(sums), np.float64).reshape(-1, 3)
+    if not np.all(np.isfinite(found)):
+        return Change(math.inf, 1.0)
     off, _, whole = found.sum(0)
     kept = np.sqrt(found[:, 1] / np.maximum(found[:, 2], 1e-300))
     lost = np.max(1 - np.where(found[:, 2] > 0, kept, 1), initial=0.0)

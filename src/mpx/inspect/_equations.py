@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mpx._jax._compat import bind, eval_equation, primitive_name
 from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._sharding import axes_of
+from mpx._program._primitives import CASTS
 from mpx._program._queries import MATMULS, SHAPE_ONLY, Equation, has_body, names
 from mpx.inspect._dtypes import is_float, is_low
 
@@ -240,7 +241,7 @@ def _added_in_turn(x: Array, axes: Sequence[int]) -> np.ndarray:
 
 def only_moves(eqn: Equation) -> bool:
     """Returns whether an equation returns numbers of its operands, none of them rounded."""
-    if primitive_name(eqn) != "convert_element_type":
+    if primitive_name(eqn) not in CASTS:
         return primitive_name(eqn) in PICKS or _is_bytes(eqn)
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if not is_float(before) or not is_float(after):

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -12,15 +13,15 @@ import numpy as np
 
 from mpx._casting._context import is_amp, is_fp8
 from mpx._fp8 import Fp8State
-from mpx._jax._compat import REMAT_SCOPE
+from mpx._jax._compat import REMAT_SCOPE, source_frames
 from mpx._jax._formats import FORMATS
 from mpx._program._queries import MATMULS
 from mpx._scaling._loss_scaling import LossScaling, NoLossScaling, StaticLossScaling
-from mpx.inspect._blame import EPSILON, Blame, Verdict
+from mpx.inspect._blame import EPSILON, Blame, Verdict, in_fp8, matmul_of
 from mpx.inspect._equations import to_host
-from mpx.inspect._program import Place, Program, gradient, place_of, program, unwrapped
-from mpx.inspect._result import Result, Table, source_of
-from mpx.inspect._run import NAN, Node
+from mpx.inspect._program import Place, Program, gradient, program, unwrapped
+from mpx.inspect._result import Result, Table, and_more, rough, source_of
+from mpx.inspect._run import Node, before
 
 _REMEDIES = {
     "overflow": "{keep}",
@@ -156,28 +157,26 @@ class _Reader:
         self.scale = 1.0 if scaling is None else float(scaling.loss_scaling)
 
     def finding(self, verdict: Verdict) -> Finding:
-        blame, kind, origin = self._blame, verdict.kind, verdict.origin
-        node = blame.nodes[verdict.node]
+        blame, kind, node = self._blame, verdict.kind, verdict.node
         decides = kind in ("convergence", "decision")  # no result is made of it
-        backward = verdict.node not in blame.forward and not decides
-        out = origin.out if origin and origin.node == verdict.node else 0
+        backward = node not in blame.forward and not decides
         low = (blame.format if decides else node.format) or FORMATS["f32"]
         limits = {"overflow": low.max, "underflow": low.smallest}
         # What `fp8` does for a matmul is told as that matmul, with its parameter.
-        parts = blame.matmul(verdict.node)
-        names = [name for x in parts for name in x.names]
-        place, near = _place(parts[0], backward, names), ""
-        if not place.param:  # the parameter that was read last
-            made = (blame.nodes[i] for i in blame.recording.before([verdict.node]))
-            params = (name for x in made if x.eqn is not None for name in x.names)
-            near = next(filter(None, params), "")
-        sources, effect = blame.recording.operands(node), self._effect(verdict)
+        parts = matmul_of(node, blame.nodes)
+        place, near = parts[0].place, ""
+        param = next(filter(None, (x.place.param for x in parts)), "")
+        backward = backward or place.backward
+        place = dataclasses.replace(place, param=param, backward=backward)
+        if not param:  # the parameter that was read last
+            near = next(filter(None, (x.param for x in before([node]))), "")
+        sources, effect = node.operands, verdict.effect
         role = ""
         if kind == "clipping":
             # Its operand is the product of the numbers and the inverse of their scale.
-            sources = blame.recording.operands(blame.nodes[node.parents[0][0]])[:1]
-            limits[kind] = low.max * sources[0].largest / node.stats[0].largest
-            is_weight = any(any(x.names) for x in blame.in_fp8(verdict.node))
+            sources = sources[0].operands[:1]
+            limits[kind] = low.max * sources[0].largest / node.largest
+            is_weight = any(x.param for x in in_fp8(node))
             role = "weight" if is_weight else "grad" if backward else "activation"
             what = "gradient" if role == "grad" else role
             effect = f"clips the {what} to {limits[kind]:.3g}, which {effect}"
@@ -186,33 +185,15 @@ class _Reader:
             place=place,
             near=near,
             caller=_caller(node),
-            step=node.around.steps,
+            step=node.steps,
             format=low.name,
             limit=limits.get(kind, low.eps),
             operands=tuple(x.shadow for x in sources if not math.isnan(x.shadow[0])),
-            result=node.stats[out].shadow,
-            got=node.stats[out].own,
+            result=node.shadow,
+            got=node.own,
             effect=effect,
             remedy=self._remedy(kind, node, place, role),
         )
-
-    def _effect(self, verdict: Verdict) -> str:
-        origin, blame = verdict.origin, self._blame
-        if verdict.kind == "convergence":
-            return verdict.result
-        if origin is None:
-            share = _amount(verdict.influence or 0.0)
-            return f"changes the {verdict.result} by {share}, with all else in f32"
-        node = blame.nodes[origin.node]
-        classes = node.stats[origin.out].classes
-        is_nan = classes is not None and (classes[classes != 0] == NAN).all()
-        what = "nan" if is_nan else "infinite numbers"
-        if origin.node != verdict.node and node.eqn is not None:
-            place = _place(node, False)
-            return f"`{place.primitive}` at {place.source} makes {what} of it"
-        pairs = zip(blame.names, blame.own, strict=True)
-        reached = [name for name, x in pairs if not np.isfinite(x).all()]
-        return f"{what}, which reach the {_and_more(reached)}"
 
     def _remedy(self, kind: str, node: Node, place: Place, role: str) -> str:
         keep = "compute it in f32: cast its operands with `.astype(jnp.float32)`"
@@ -250,19 +231,11 @@ class _Reader:
         )
 
 
-def _place(node: Node, backward: bool, names: Sequence[str | None] = ()) -> Place:
-    if node.eqn is None:
-        name = next(filter(None, node.names), "a constant")
-        return Place("input", name, "", "unknown", "", False)
-    around = node.around
-    backward = backward or around.backward
-    names = names or node.names
-    return place_of(node.eqn, names, around.scopes, around.frames, backward=backward)
-
-
 def _caller(node: Node) -> str:
     """Returns the first line outside installed packages, if it is not the first."""
-    frames, library = node.around.frames, f"{sys.base_prefix}/lib/python"
+    eqns = (x for x in (node.eqn, *reversed(node.here.callers)) if x is not None)
+    frames = [frame for eqn in eqns for frame in source_frames(eqn)]
+    library = f"{sys.base_prefix}/lib/python"
     own = (x for x in frames if "site-packages" not in x[1])
     first = next((x for x in own if not x[1].startswith(library)), None)
     return source_of([first]) if first and first != frames[0] else ""
@@ -330,13 +303,13 @@ class Explanation(Result):
         lines = [f"Looked at {what}: {self.equations} operations; {formats}."]
         lines.append(f"loss {self.loss:.6g}, in f32 {self.loss_in_f32:.6g}")
         if 0.005 < self.loss_error < math.inf:
-            lines[-1] += f" (off by {_amount(self.loss_error)})"
+            lines[-1] += f" (off by {rough(self.loss_error)})"
         errors = {k: x for k, x in self.grad_errors.items() if k not in self.unstable}
         if errors:
             name, worst = max(errors.items(), key=lambda x: x[1])
-            lines.append(f"largest error of a gradient: {_amount(worst)} (`{name}`)")
+            lines.append(f"largest error of a gradient: {rough(worst)} (`{name}`)")
         if self.unstable:
-            names = _and_more([f"`{x}`" for x in self.unstable])
+            names = and_more([f"`{x}`" for x in self.unstable])
             lines.append(f"not judged, zero but for roundings: {names}")
         if self.scale != 1:
             lines.append(f"loss scale {self.scale:g}")
@@ -351,16 +324,6 @@ def _told_once(findings: Iterable[Finding]) -> Iterator[Finding]:
         if key not in told or REMAT_SCOPE not in found.place.scope:
             yield found
         told.add(key)
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
-
-
-def _amount(error: float) -> str:
-    if not math.isfinite(error):
-        return "not finite"
-    return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
 
 
 def explain(
@@ -427,7 +390,8 @@ def explain(
         reader, judgement = _Reader(blame, func, scaling), blame.judgement
         found = _told_once(reader.finding(x) for x in blame.verdicts)
         fault, *others = [*found] or [None]
-        errors = dict(zip(blame.names, blame.errors.tolist(), strict=True))
+        errors = [*blame.errors.tolist(), 0.0]
+        params = [forward.names[i] for i in forward.params if whole is not forward]
         formats = {x.format.name for x in blame.nodes if x.format is not None}
         return Explanation(
             ok=judgement == "ok",
@@ -436,11 +400,11 @@ def explain(
             others=tuple(filter(None, others)),
             loss=_first(blame.actual),
             loss_in_f32=_first(blame.exact),
-            loss_error=errors.pop("loss", 0.0),
-            grad_errors={_param(k): x for k, x in errors.items() if k != _param(k)},
-            unstable=tuple(map(_param, blame.unstable)),
+            loss_error=errors[0] if forward.has_loss else 0.0,
+            grad_errors=dict(zip(params, errors[1:], strict=False)),
+            unstable=tuple(itertools.compress(params, blame.unstable)),
             formats=tuple(sorted(formats)),
-            equations=sum(x.eqn is not None for x in blame.nodes),
+            equations=blame.recording.equations,
             scale=reader.scale,
             notes=blame.notes,
         )
@@ -467,11 +431,6 @@ def _with_gradient(
         return forward, ["loss", *labels[1:]] if forward.has_loss else labels
     names = [f"gradient of `{forward.names[i]}`" for i in forward.params]
     return gradient(forward, scaling or NoLossScaling()), ["loss", *names]
-
-
-def _param(label: str) -> str:
-    """Returns the parameter of a gradient; any other label as it is."""
-    return label.removeprefix("gradient of ").strip("`")
 
 
 def _cpu() -> Any:

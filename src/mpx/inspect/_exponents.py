@@ -8,7 +8,6 @@ the sum over many steps, may have more than 2³¹ values.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -17,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, PyTree
 
-from mpx._jax._arguments import check_axis_name
-from mpx._jax._compat import has_explicit_axes
+from mpx._jax._arguments import check_axis_name, check_choice
 from mpx._jax._formats import FORMATS, Format, short_name
 from mpx._jax._nnx import without_variables
-from mpx._jax._sharding import axes_of, may_cut_groups
+from mpx._jax._sharding import in_auto_axes
 from mpx._jax._tree import AxisName, dtype_of, named_leaves
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._result import Result, Table, amount, percent
@@ -82,8 +80,7 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
         if len(indices) > 1:
             parts.append(jax.vmap(_count_leaf)(jnp.stack([leaves[i] for i in indices])))
         else:
-            counts, squares = _count_leaf(leaves[indices[0]])
-            parts.append((counts[None], squares[None]))
+            parts.append([x[None] for x in _count_leaf(leaves[indices[0]])])
     counts, squares = map(jnp.concatenate, zip(*parts, strict=True))
     order = np.argsort([i for group in groups.values() for i in group])
     return counts[order], squares[order]
@@ -94,18 +91,9 @@ def count(leaves: Sequence[Array]) -> tuple[Array, Array]:
 def _count_leaf(x: Array) -> tuple[Array, Array]:
     """Counts one leaf where it is: counts of shards are added over devices."""
     wide = x.astype(jnp.float32)
-    squares, sharding = jnp.sum(wide * wide), jax.typeof(x).sharding
-    if not has_explicit_axes(sharding.mesh) or sharding.mesh.are_all_axes_manual:
-        return _counts(x), squares
-    # JAX cannot type a scatter of explicitly sharded arrays: each device counts its own.
-    axes = tuple(itertools.chain.from_iterable(axes_of(sharding.spec)))
-    count = jax.shard_map(
-        lambda x: carried(lax.psum(_counts(x), axes) if axes else _counts(x)),
-        mesh=sharding.mesh,
-        in_specs=sharding.spec,
-        out_specs=PartitionSpec(),
-    )
-    return count(x), squares
+    # JAX cannot type a scatter of explicitly sharded arrays.
+    whole = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
+    return in_auto_axes(_counts, whole)(x), jnp.sum(wide * wide)
 
 
 def _counts(x: Array) -> Array:
@@ -122,30 +110,17 @@ def _counts(x: Array) -> Array:
         cpu=lambda bins: (
             jnp.zeros(size, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
         ),
-        default=functools.partial(count_in_words, size=size),
+        default=functools.partial(count_by_comparing, size=size),
     )
     counts = counts.reshape(parts, BINS)
     return carried(jnp.sum(jnp.stack([counts & 0xFFFF, counts >> 16], axis=-1), axis=0))
 
 
-def count_in_words(bins: Array, *, size: int) -> Array:
-    """Returns how many values are in each bin, without a scatter.
-
-    Each value is compared with four bins at a time: their counts in a row of up to 128
-    values are the bytes of an int32.
-    """
-    width = math.gcd(*bins.shape[-1:], 128)
-    over, lead = tuple(range(bins.ndim)), [1] * bins.ndim
-    if width < 32 or not bins.ndim or may_cut_groups(bins, width):
-        every = lax.iota(jnp.int32, size).reshape(*lead, size)
-        is_in = lax.expand_dims(bins, (bins.ndim,)) == every
-        return jnp.sum(is_in, over, jnp.int32)
-    rows = bins.reshape(*bins.shape[:-1], bins.shape[-1] // width, 1, width)
-    every = lax.iota(jnp.int32, size // 4).reshape(*lead, -1, 1)
-    ones = jnp.where(rows >> 2 == every, 1 << 8 * (rows & 3), 0)
-    words = jnp.sum(ones, axis=-1, keepdims=True, dtype=jnp.int32)
-    counts = words >> (8 * lax.iota(jnp.int32, 4)).reshape(*lead, 1, 4) & 255
-    return jnp.sum(counts, over, jnp.int32).reshape(size)
+def count_by_comparing(bins: Array, *, size: int) -> Array:
+    """Returns how many values are in each bin, without a scatter, in one pass."""
+    every = lax.iota(jnp.int32, size).reshape(*[1] * bins.ndim, size)
+    is_in = lax.expand_dims(bins, (bins.ndim,)) == every
+    return jnp.sum(is_in, tuple(range(bins.ndim)), jnp.int32)
 
 
 # --- Statistics -----------------------------------------------------------------------
@@ -254,13 +229,11 @@ class ExponentStats(Result):
             dtype: The format: "f16", "bf16", "e5m2", "e4m3".
             scale: The loss scale, by which the values are multiplied first.
         """
-        threshold = _format(dtype).smallest / 2 / scale
-        return _share(self._host, math.log2(threshold), upwards=False)
+        return _share(self._host, _format(dtype).smallest / 2 / scale, upwards=False)
 
     def overflowing(self, dtype: str, scale: float = 1.0) -> np.ndarray:
         """Returns about which share lies beyond the largest number; see `flushed`."""
-        threshold = _format(dtype).max / scale
-        return _share(self._host, math.log2(threshold), upwards=True)
+        return _share(self._host, _format(dtype).max / scale, upwards=True)
 
     def best_scale(self, dtype: str = "f16") -> list[float]:
         """Returns the largest power of two by which each leaf can be scaled, by leaf.
@@ -323,12 +296,13 @@ def _at(scale: float) -> str:
     return "" if scale == 1 else f" at a loss scale of {_power(scale)}"
 
 
-def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
-    """Returns the share of the numbers above or below `2**position`, by leaf.
+def _share(counts: np.ndarray, threshold: float, *, upwards: bool) -> np.ndarray:
+    """Returns the share of the numbers above or below a threshold, by leaf.
 
     Numbers are evenly spread within a bin; what is not known of the open ones is no loss.
     """
-    numbers, exponents = counts[:, BELOW:INF], np.arange(LOWEST, HIGHEST + 1)
+    numbers, position = counts[:, BELOW:INF], math.log2(threshold)
+    exponents = np.arange(LOWEST, HIGHEST + 1)
     within = 2.0 ** np.clip(position - exponents, 0, 1) - 1
     last = upwards and position > HIGHEST + 1
     below = np.array([position >= LOWEST or upwards, *within, last], np.float64)
@@ -337,10 +311,7 @@ def _share(counts: np.ndarray, position: float, *, upwards: bool) -> np.ndarray:
 
 
 def _format(name: str) -> Format:
-    if name not in FORMATS:
-        raise ValueError(
-            f"`dtype` must be one of {', '.join(FORMATS)}, but {name!r} was given."
-        )
+    check_choice(name, "dtype", [*FORMATS])
     return FORMATS[name]
 
 

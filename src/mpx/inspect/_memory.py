@@ -13,13 +13,14 @@ from jaxtyping import PyTree
 from mpx._amp._transform import amp
 from mpx._jax._compat import assumed_gpu
 from mpx._jax._devices import cuda_capability
+from mpx._jax._formats import is_low as is_half
 from mpx._jax._private import assumed_cudnn
 from mpx._optim._engine import FlashOptimizer
 from mpx._optim._optimizers import flash_adamw
 from mpx._optim._state import FlashState
 from mpx._program._queries import MATMULS, holds
 from mpx.inspect._buffers import by_dtype, nbytes, peak
-from mpx.inspect._dtypes import is_float, is_half
+from mpx.inspect._dtypes import is_float
 from mpx.inspect._program import Program, gradient, program, unwrapped
 from mpx.inspect._result import Result, Table, amount
 

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,14 +19,14 @@ from mpx._jax._arguments import check_function
 from mpx._jax._compat import (
     amp_recording,
     as_function,
-    eval_jaxpr,
+    eval_equation,
     primitive_name,
     source_frames,
 )
 from mpx._jax._tree import LeafName, is_floating
 from mpx._program._call import flat_call
 from mpx._program._flow import Walk, moved, pull
-from mpx._program._interpreter import Fact, Jaxpr, Outcome, Scopes, Transformation
+from mpx._program._interpreter import Jaxpr, Op, Outcome, Transformation
 from mpx._program._queries import (
     MATMULS,
     MOVES,
@@ -40,7 +40,7 @@ from mpx._program._recording import Recording, recorded
 from mpx._program._roles import completes
 from mpx._scaling._loss_scaling import LossScaling
 from mpx.inspect._dtypes import is_float
-from mpx.inspect._result import Frames, source_of
+from mpx.inspect._result import source_of
 
 Name = str | None
 """The parameter that a value is, possibly moved or cast; `None` for any other value."""
@@ -59,12 +59,6 @@ class Program(NamedTuple):
     params: list[int]
     frozen: list[int]  # those of the other parts of a partitioned model
     recording: Recording  # what `amp` and `fp8` decided
-
-    @property
-    def known(self) -> list[Name]:
-        """The name of each argument that is a parameter; `None` for the others."""
-        held = {*self.params, *self.frozen}
-        return [name if i in held else None for i, name in enumerate(self.names)]
 
     @property
     def has_loss(self) -> bool:
@@ -95,16 +89,8 @@ class Program(NamedTuple):
 class _AsWritten(Transformation):
     """Runs a function as it is."""
 
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[PyTree],
-        args: Sequence[PyTree],
-        facts: Sequence[Fact],
-        scopes: Scopes,
-    ) -> Outcome:
-        outs = eval_jaxpr(jaxpr, consts, *args)
-        return outs, [None] * len(outs)
+    def equation(self, op: Op) -> Outcome:
+        return eval_equation(op.eqn, op.values), [None] * len(op.eqn.outvars)
 
 
 def program(
@@ -123,7 +109,8 @@ def program(
     inner, wrap = unwrapped(func)
     arrays, call = flat_call(inner, args, kwargs, None if inner is func else wrap)
     arrays, held = arrays if shapes is None else shapes, list[PyTree]()
-    symbolic = next((x.shape for x in arrays if not all(map(_is_size, x.shape))), None)
+    is_symbolic = lambda x: any(not isinstance(n, int | np.integer) for n in x.shape)  # noqa: E731
+    symbolic = next((x.shape for x in arrays if is_symbolic(x)), None)
     if symbolic is not None:
         raise ValueError(
             f"An inspection counts bytes and operations, but an argument has the symbolic "
@@ -142,29 +129,21 @@ def program(
     # the first argument that is no state of mpx.
     has_state = any(isinstance(x, Fp8State) for x in args)
     named = argument_names(func if has_state else inner, len(args))
-    pairs = zip(named, args, strict=True)
-    states = {x for x, arg in pairs if isinstance(arg, (LossScaling, Fp8State))}
-    chosen = {name.argument for name, is_param in found if is_param} - states
-    if "" in chosen:
-        chosen = {""}
-    first = next((x for x in named if x not in states), None)
-    is_param = [
-        is_param and name.argument in chosen if chosen else name.argument == first
-        for name, is_param in found
-    ]
     given = dict(zip(named, args, strict=True))
+    states = {x for x in named if isinstance(given[x], (LossScaling, Fp8State))}
+    names, chosen = (
+        [name for name, _ in found],
+        {x.argument for x, held in found if held},
+    )
+    chosen = {""} if "" in chosen else chosen - states
+    is_held = [is_param or not chosen for _, is_param in found]
+    chosen = chosen or {*[x for x in named if x not in states][:1]}
     trained = [x for x in named if x in chosen][:1]
     parts = {x for x in chosen for y in trained if completes(given.get(x), given[y])}
-    held = [i for i, x in enumerate(arrays) if is_param[i] and is_floating(x)]
-    frozen = [i for i in held if found[i][0].argument in parts]
-    params = [i for i in held if i not in frozen]
-    return Program(
-        jaxpr, arrays, [name for name, _ in found], params, frozen, recording
-    )
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer)
+    every = [i for i, x in enumerate(arrays) if is_held[i] and is_floating(x)]
+    params = [i for i in every if names[i].argument in chosen - parts]
+    frozen = [i for i in every if names[i].argument in parts]
+    return Program(jaxpr, arrays, names, params, frozen, recording)
 
 
 def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None:
@@ -186,17 +165,23 @@ def _check_names(func: Callable[..., PyTree], kwargs: dict[str, PyTree]) -> None
 
 def unwrapped(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Wrap]:
     """Returns the function that `amp` or `fp8` was given, and what they do with it."""
-    # `jit` changes nothing, so it is left out.
-    own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
+    own, autocast = amp_layer(func)
+    if autocast is not None:
+        inner, wrap = unwrapped(own)
+        return inner, lambda func: under_amp(wrap(func), autocast)
     if isinstance(own, Fp8Function):
         chosen, (inner, wrap) = own.chosen, unwrapped(own.func)
         return inner, lambda func: Fp8Function(wrap(func), chosen)
+    return func, lambda func: func
+
+
+def amp_layer(func: Callable[..., PyTree]) -> tuple[Callable[..., PyTree], Any]:
+    """Returns what `amp` was given, and with which options; `None` without `amp`."""
+    # `jit` changes nothing, so it is left out.
+    own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
     # By `functools.wraps`, the gradient of such a function has its attributes, too.
     wrapper, given = getattr(own, "mpx_under_amp", (None, own))
-    if wrapper is not own:
-        return func, lambda func: func
-    autocast, (inner, wrap) = getattr(own, "mpx_autocast"), unwrapped(given)  # noqa: B009
-    return inner, lambda func: under_amp(wrap(func), autocast)
+    return (given, getattr(own, "mpx_autocast")) if wrapper is own else (own, None)  # noqa: B009
 
 
 def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
@@ -210,10 +195,8 @@ def gradient(forward: Program, scaling: LossScaling | None = None) -> Program:
 
     def run(arrays: Sequence[PyTree]) -> list[PyTree]:
         def value(params: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
-            full = list(arrays)
-            for position, param in zip(forward.params, params, strict=True):
-                full[position] = param
-            loss = forward(*full)[0]
+            given = dict(zip(forward.params, params, strict=True))
+            loss = forward(*(given.get(i, x) for i, x in enumerate(arrays)))[0]
             return loss if scaling is None else scaling.scale(loss), loss
 
         params = [arrays[i] for i in forward.params]
@@ -259,25 +242,6 @@ class Place:
         return self.param or self.scope or f"{self.function} ({self.source})"
 
 
-def place_of(
-    eqn: Equation,
-    names: Sequence[Name],
-    scopes: Scopes,
-    frames: Frames,
-    *,
-    backward: bool,
-) -> Place:
-    """Returns the place of an equation, given the parameters among its operands."""
-    return Place(
-        primitive_name(eqn),
-        next(filter(None, names), ""),
-        "/".join(x for x in scopes if x != FP8_SCOPE),
-        source_of(frames),
-        frames[0][0].rpartition(".")[2] if frames else "",
-        backward,
-    )
-
-
 class _Label(NamedTuple):
     """What is known of a value."""
 
@@ -288,19 +252,31 @@ class _Label(NamedTuple):
     is_spread: bool = False  # a smaller array that was broadcast, as a scale is
 
 
-def sites(full: Program) -> list[tuple[Position, Place]]:
-    """Returns the equations of a program and of all jaxprs inside it, with their places."""
-    found = _Sites(full.made)
-    found.run(full.jaxpr, [_Label(name, name) for name in full.known])
+def path(eqn: Equation, callers: Sequence[Equation]) -> tuple[int, ...]:
+    """Returns what tells an equation from itself in another call of one jaxpr."""
+    return tuple(map(id, (*callers, eqn)))
+
+
+def sites(
+    full: Program, *, every: bool = False, with_grads: bool = True
+) -> list[tuple[Position, Place]]:
+    """Returns the equations of a program and of all jaxprs inside it, with their places.
+
+    Of the branches of a `cond`, those of the one with the most work, or of `every` one.
+    """
+    found = _Sites(full.made if with_grads else (), every)
+    held = {*full.params, *full.frozen}
+    known = [name if i in held else None for i, name in enumerate(full.names)]
+    found.run(full.jaxpr, [_Label(name, name) for name in known])
     return found.sites
 
 
 class _Sites(Walk[_Label]):
     unknown = _Label()
 
-    def __init__(self, made: Sequence[Name]) -> None:
+    def __init__(self, made: Sequence[Name], every: bool) -> None:
         self.sites: list[tuple[Position, Place]] = []
-        self._made = made
+        self._made, self._every = made, every
         self._grads: dict[Hashable, str] = {}  # by variable of the jaxpr that is walked
 
     def run(
@@ -329,7 +305,14 @@ class _Sites(Walk[_Label]):
         # Inside a jitted function of a library the equations have no frames of the user.
         eqns = (eqn, *reversed(here.callers))
         frames = next(filter(None, map(source_frames, eqns)), ())
-        place = place_of(eqn, operands, here.scopes, frames, backward=backward)
+        place = Place(
+            primitive=primitive_name(eqn),
+            param=next(filter(None, operands), ""),
+            scope="/".join(x for x in here.scopes if x != FP8_SCOPE),
+            source=source_of(frames),
+            function=frames[0][0].rpartition(".")[2] if frames else "",
+            backward=backward,
+        )
         self.sites.append((here, place))
         return _results(eqn, labels)
 
@@ -337,7 +320,7 @@ class _Sites(Walk[_Label]):
         self, eqn: Equation, labels: list[_Label]
     ) -> list[tuple[Jaxpr, list[_Label]]]:
         found = super().bodies(eqn, labels)
-        if primitive_name(eqn) == "cond":  # the branch with the most work counts
+        if primitive_name(eqn) == "cond" and not self._every:
             return [max(found, key=lambda x: matmul_flops(x[0], lambda _: "").total())]
         return found
 

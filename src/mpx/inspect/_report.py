@@ -1,29 +1,229 @@
 """Reports of the precision in which a function computes, made before it runs."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jaxtyping import PyTree
 
+from mpx._amp._facts import is_eligible as is_f32
 from mpx._amp._rules import UNKNOWN, Rule
 from mpx._casting._keep import FP8_SCOPE
 from mpx._fp8._decide import Matmul as Fp8Matmul
+from mpx._jax._compat import Literal, open_jaxpr, primitive_name, source_frames
 from mpx._jax._formats import short_name
 from mpx._ops._experts._ragged import IN_KERNEL, RAGGED
+from mpx._program._flow import Flow
 from mpx._program._primitives import REASONS
-from mpx._program._queries import ATTENTION, CROSS_ENTROPY, MATMULS, walk
+from mpx._program._queries import (
+    ATTENTION,
+    CALLS,
+    CROSS_ENTROPY,
+    GROUPED,
+    MATMULS,
+    MOVES,
+    Equation,
+    equations,
+    flops,
+    walk,
+)
 from mpx._program._recording import Decision, Residual
-from mpx.inspect._buffers import by_dtype, peak
-from mpx.inspect._dtypes import short_dtypes
-from mpx.inspect._precision import Kept, Matmul, operations
-from mpx.inspect._program import Program, gradient, program
-from mpx.inspect._result import Result, Table, amount, percent, short_source, total
+from mpx.inspect._buffers import by_dtype, nbytes, peak
+from mpx.inspect._dtypes import is_low, short_dtypes
+from mpx.inspect._program import Place, Program, gradient, program, sites
+from mpx.inspect._result import (
+    Result,
+    Table,
+    amount,
+    and_more,
+    percent,
+    short_source,
+    source_of,
+    total,
+)
+
+_MULTIPLIES = frozenset({*MATMULS, *ATTENTION, *CROSS_ENTROPY, GROUPED})
+_REFERENCES = ("get", "swap", "addupdate", "ref_new")
+_PROMOTED = "promoted by "
+
+
+class Matmul(NamedTuple):
+    """A matmul, a convolution or fused attention of a program."""
+
+    place: Place  # `param`, `scope`, `source`, `backward`
+    dtype: str  # of its operands, or the preset in which it multiplies
+    result: str  # the dtype of its result
+    shapes: tuple[tuple[int, ...], ...]  # of its operands
+    times: int  # how often it runs
+    flops: int  # two operations for each multiplication, of all these times
+    bytes: int  # of its operands and its result, of all these times
+    # Why it is f32: the decision of `amp`, or what makes its operands f32; in the backward
+    # pass, that of the forward pass. "" for no f32
+    reason: str
+
+
+class Kept(NamedTuple):
+    """An operation in f32, or as it is written, and why."""
+
+    primitive: str
+    reason: str  # the rule, the scope, or what promoted its operands
+    param: str  # the parameter that it reads; "" for none
+    scope: str  # its named scopes, joined by `/`
+    source: str  # file and line
+
+
+def operations(
+    full: Program,
+) -> tuple[tuple[Matmul, ...], tuple[Kept, ...], tuple[Kept, ...]]:
+    """Returns the matmuls of a program, what is promoted to f32, and what is opaque."""
+    why, promoting = _causes(full)
+    decided = {
+        (x.primitive, short_source(x.source), x.shapes[:2]): x.reason
+        for x in full.recording.decisions
+        if x.primitive in _MULTIPLIES and {"float32", "complex64"} & {*x.after}
+    }
+    # The reasons of f32 in the forward pass, by line and parameter, and by line: a
+    # matmul may read two parameters, and be known by one.
+    forward: dict[tuple[str, str] | str, str] = {}
+    runs = collections.Counter[Matmul]()
+    promoted, opaque = list[Kept](), list[Kept]()
+    for here, place in sites(full):
+        eqn, line = here.eqn, (place.source, place.param)
+        is_own = FP8_SCOPE in here.scopes  # scales and roundings, which nobody wrote
+        if place.primitive in _MULTIPLIES:
+            shapes = tuple(tuple(x.aval.shape) for x in eqn.invars[:2])
+            key = place.primitive, place.source, shapes
+            reason = decided.get(key, "" if is_own else why.get(id(eqn), ""))
+            if place.backward:
+                reason = forward.get(place.source, reason)
+            found = _matmul(eqn, place, forward.get(line, reason))
+            if found.reason and not place.backward:
+                forward[line] = found.reason
+                forward.setdefault(place.source, found.reason)
+            runs[found] += here.times
+        if id(eqn) in promoting and not (place.backward or is_own):
+            promoted.append(_row(place, f"{_PROMOTED}{promoting[id(eqn)]}"))
+        if _is_opaque(eqn):
+            opaque.append(_row(place, REASONS["pallas_call"]))
+    rows = tuple(
+        x._replace(times=n, flops=n * x.flops, bytes=n * x.bytes)
+        for x, n in runs.items()
+    )
+    wide = [_row(x.place, x.reason) for x in rows if x.reason and not x.place.backward]
+    return rows, tuple(dict.fromkeys([*wide, *promoted])), tuple(dict.fromkeys(opaque))
+
+
+def _row(place: Place, reason: str) -> Kept:
+    return Kept(place.primitive, reason, place.param, place.scope, place.source)
+
+
+def _is_opaque(eqn: Equation) -> bool:
+    """Returns whether nothing is known of an operation; kernels of mpx are known."""
+    name = primitive_name(eqn)
+    if REASONS.get(name) != REASONS["pallas_call"] or name in _REFERENCES:
+        return False
+    inside = (eqn, *equations(eqn))
+    return not any("mpx_" in str(x.params.get("name")) for x in inside)
+
+
+def _matmul(eqn: Equation, place: Place, reason: str) -> Matmul:
+    """Returns one run of a matmul."""
+    operands = eqn.invars[: 3 if place.primitive in ATTENTION else 2]
+    size = sum(nbytes(x.aval) for x in (*operands, eqn.outvars[0]))
+    is_wide = any(is_f32(x.aval) for x in operands)
+    dtype = short_dtypes(x.aval.dtype for x in eqn.invars[:2])
+    if place.primitive in CROSS_ENTROPY:
+        is_wide = eqn.params["head"].dtype == np.float32
+        dtype = short_dtypes([eqn.params["head"].dtype])
+    return Matmul(
+        place=place,
+        dtype=dtype,
+        result=short_dtypes([eqn.outvars[0].aval.dtype]),
+        shapes=tuple(tuple(x.aval.shape) for x in operands),
+        times=1,
+        flops=flops(eqn),
+        bytes=size,
+        reason=reason if is_wide else "",
+    )
+
+
+# --- Why values are f32 ---------------------------------------------------------------
+
+
+class _Cause(NamedTuple):
+    """Why a value is f32."""
+
+    text: str  # for readers
+    cast: str = ""  # where it was cast from 16 bits, if that is the reason
+
+
+def _causes(full: Program) -> tuple[dict[int, str], dict[int, str]]:
+    """Returns why values of a program are f32, by the `id` of equations."""
+    operands: dict[int, str] = {}  # why an operand is f32
+    promoted: dict[int, str] = {}  # what makes f32 from a 16-bit operand
+
+    def rule(name: str, eqn: Equation, labels: list[_Cause | None]) -> _Cause | None:
+        labels = list(labels)
+        for i, x in enumerate(eqn.invars):
+            is_weak = getattr(x.aval, "weak_type", False)  # as Python's numbers
+            if isinstance(x, Literal) and is_f32(x.aval) and not is_weak:
+                labels[i] = _Cause(f"the f32 constant {x.val}")
+        wide = [cause for cause in labels if cause is not None]
+        source = source_of(source_frames(eqn))
+        if wide:
+            # What is cast on the line of the operation is promoted by the other operand.
+            found = [cause for cause in wide if cause.cast != source] or wide
+            is_cast = any(cause.cast for cause in found)
+            texts = dict.fromkeys(cause.text for cause in found)
+            operands[id(eqn)] = " and ".join(texts) if is_cast else found[0].text
+        if not eqn.outvars or not is_f32(eqn.outvars[0].aval):
+            return None
+        # JAX promotes where the operation is written: the cast is on the same line.
+        is_cast = any(is_low(atom.aval) for atom in eqn.invars)
+        is_cast |= any(cause.cast == source for cause in wide)
+        others = [cause.text for cause in wide if not cause.cast]
+        is_array = name not in (*MOVES, *CALLS) and eqn.outvars[0].aval.size > 1
+        if not (is_cast and is_array and others):
+            return _made(name, eqn, wide, source)
+        if others[0].startswith(_PROMOTED):
+            return _Cause(others[0])  # the first promotion is the one to undo
+        promoted[id(eqn)] = others[0]
+        return _Cause(f"{_PROMOTED}{others[0]} at {source}")
+
+    labels = {
+        var: _Cause(f"argument `{name}`" if name else "an argument")
+        for var, name in zip(open_jaxpr(full.jaxpr)[0].invars, full.names, strict=True)
+        if is_f32(var.aval)
+    }
+
+    def closed_over(x: PyTree) -> _Cause | None:
+        if not is_f32(x):
+            return None
+        return _Cause(f"a closed-over f32[{','.join(map(str, x.shape))}] array")
+
+    Flow(rule, constant=closed_over).run(full.jaxpr, labels)
+    return operands, promoted
+
+
+def _made(name: str, eqn: Equation, wide: list[_Cause], source: str) -> _Cause:
+    """Returns why the result of an operation that promotes nothing is f32."""
+    first = eqn.invars[0].aval if eqn.invars else None
+    if name in MOVES and all(isinstance(atom, Literal) for atom in eqn.invars):
+        return _Cause(f"an f32 array that is made at {source}")
+    if wide:
+        return wide[0]
+    if name in MOVES and first is not None:
+        text = f"cast from {first.dtype} to f32 at {source}"
+        return _Cause(text, source if is_low(first) else "")
+    if any(is_low(atom.aval) for atom in eqn.invars):
+        return _Cause(f"{name} was asked for an f32 result at {source}")
+    return _Cause(f"made in f32 by {name} at {source}")
+
 
 # --- What amp and fp8 decided ---------------------------------------------------------
-
-_OPAQUE = (UNKNOWN, REASONS["pallas_call"])
 
 
 class Recognised(NamedTuple):
@@ -69,20 +269,20 @@ class AmpView:
         return tuple(filter(multiplies, self.decisions))
 
 
-def _kept(
+def _from_decisions(
     decisions: Iterable[Decision], dtype: str
 ) -> tuple[tuple[Kept, ...], tuple[Kept, ...]]:
     """Returns what is in f32 or as written for a reason, and what `amp` does not know."""
     kept, opaque = list[Kept](), list[Kept]()
     for x in decisions:
-        is_opaque = x.rule == Rule.ORIGINAL and x.reason in _OPAQUE
-        is_kept = x.rule in (Rule.F32, Rule.ORIGINAL) and FP8_SCOPE not in x.scope
-        if x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
-            is_low = short_dtypes(x.after[:1]) == dtype
-            is_kept = not is_low and x.primitive not in (*RAGGED, *CROSS_ENTROPY)
         row = Kept(x.primitive, x.reason, " ".join(x.params), x.scope, x.source)
-        if is_opaque or is_kept:
-            (opaque if is_opaque else kept).append(row)
+        if x.rule == Rule.ORIGINAL and x.reason in (UNKNOWN, REASONS["pallas_call"]):
+            opaque.append(row)
+        elif x.rule == Rule.LOW:  # the sums of a cross entropy, its results, are f32
+            is_known = x.primitive in (*RAGGED, *CROSS_ENTROPY)
+            kept += [row] * (short_dtypes(x.after[:1]) != dtype and not is_known)
+        elif x.rule in (Rule.F32, Rule.ORIGINAL) and FP8_SCOPE not in x.scope:
+            kept.append(row)
     return tuple(kept), tuple(opaque)
 
 
@@ -124,16 +324,11 @@ class Fp8View(Result):
         """Returns the share, and the matmuls with the reason against a change."""
         total = sum(x.flops for x in self.matmuls) or 1
         low = "×".join(dict.fromkeys(x.format for x in self.matmuls))
-        rows = [
-            (
-                x.param or x.scope or short_source(x.source),
-                "×".join(map(str, x.shape)),
-                str(x.times),
-                percent(x.flops / total),
-                x.reason or x.format,
-            )
-            for x in self.matmuls
-        ]
+        rows = []
+        for x in self.matmuls:
+            place = x.param or x.scope or short_source(x.source)
+            sizes, share = "×".join(map(str, x.shape)), percent(x.flops / total)
+            rows.append((place, sizes, str(x.times), share, x.reason or x.format))
         if not rows:
             return [Table.text("No matmuls that fp8 could change.")]
         head = "parameter, or place", "shape", "times", "FLOPs", f"{low}, or why not"
@@ -225,13 +420,7 @@ class Report(Result):
         if parts:
             found.append(Table.text(f"Kept for the backward pass: {', '.join(parts)}."))
         rows = [
-            (
-                str(x.shape),
-                x.dtype,
-                x.format,
-                x.reason or "coded",
-                short_source(x.source),
-            )
+            (str(x.shape), *x[1:3], x.reason or "coded", short_source(x.source))
             for x in dict.fromkeys(self.residuals)
         ]
         if rows:
@@ -286,10 +475,7 @@ def _grouped(what: str, kept: Iterable[Kept], empty: str) -> Table:
     for x in kept:
         key = x.primitive, _starred(x.reason)
         groups.setdefault(key, {})[short_source(x.source)] = None
-    rows = [
-        (*key, f"{first} and {len(more)} more" if more else first)
-        for key, (first, *more) in groups.items()
-    ]
+    rows = [(*key, and_more([*sources])) for key, sources in groups.items()]
     return Table((what, "why", "source"), rows) if rows else Table.text(empty)
 
 
@@ -342,7 +528,7 @@ def report(
             decisions=tuple(dict.fromkeys(recording.decisions)),
             guessed=tuple(dict.fromkeys(recording.guessed)),
         )
-        kept, opaque = _kept(amp.decisions, amp.dtype)
+        kept, opaque = _from_decisions(amp.decisions, amp.dtype)
     if recording.recipes:
         names = dict.fromkeys(type(recipe).__name__ for recipe in recording.recipes)
         fp8 = Fp8View(", ".join(names), tuple(recording.matmuls))

@@ -2,15 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Wrapped
 from jaxtyping import PyTree
 
 from mpx._amp._transform import under_amp
-from mpx.inspect._program import gradient, program
+from mpx.inspect._program import amp_layer, gradient, program
 
 
 def residual_errors(
@@ -42,22 +40,18 @@ def residual_errors(
         >>> residual_errors(loss, {"w": jnp.eye(64)}, x)["params/w"] < 0.01
         True
     """
-    own = getattr(func, "__wrapped__", func) if isinstance(func, Wrapped) else func
-    wrapper, inner = getattr(own, "mpx_under_amp", (None, own))
-    autocast: Any = getattr(own, "mpx_autocast", None)
-    if wrapper is not own or getattr(autocast, "residuals", None) is None:
+    inner, autocast = amp_layer(func)
+    if getattr(autocast, "residuals", None) is None:
         raise TypeError(
             "`residual_errors` needs a loss function under 8-bit residuals. Pass "
             '`mpx.amp(loss_fn, residuals="int8")`, with the arguments of `loss_fn`.'
         )
     plain = under_amp(inner, dataclasses.replace(autocast, residuals=None))
-    coded, exact = (gradient(program(f, args, kwargs)) for f in (own, plain))
+    coded, exact = (gradient(program(f, args, kwargs)) for f in (func, plain))
     grads = [jax.jit(x.__call__)(*x.arrays)[1:] for x in (coded, exact)]
-    names = [str(coded.names[i]) for i in coded.params]
-    norm = lambda x: float(jnp.linalg.norm(jnp.ravel(x).astype(jnp.float32)))  # noqa: E731
+    norm = lambda x: float(jnp.linalg.norm(jnp.ravel(x)))  # noqa: E731
     errors = {}
-    for name, found, wanted in zip(names, *grads, strict=True):
-        size = norm(wanted)
-        change = norm(found.astype(jnp.float32) - wanted.astype(jnp.float32))
-        errors[name] = change / size if size else change
+    for i, *pair in zip(coded.params, *grads, strict=True):
+        found, wanted = (x.astype(jnp.float32) for x in pair)
+        errors[str(coded.names[i])] = norm(found - wanted) / (norm(wanted) or 1.0)
     return errors

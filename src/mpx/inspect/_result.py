@@ -125,12 +125,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-Frames = Sequence[tuple[str, str, int]]
-"""Function, file and line of the user's code behind an equation, from the inside out."""
+def and_more(names: Sequence[str]) -> str:
+    """Returns the first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
 
 
-def source_of(frames: Frames) -> str:
-    """Returns the file and the line that wrote an equation."""
+def rough(error: float) -> str:
+    """Returns a relative error as a percentage with two digits."""
+    if not math.isfinite(error):
+        return "not finite"
+    return "more than 1000 %" if error > 10 else f"{float(f'{100 * error:.2g}'):g} %"
+
+
+def source_of(frames: Sequence[tuple[str, str, int]]) -> str:
+    """Returns file and line of the first of an equation's frames: (function, file, line)."""
     return f"{short_source(frames[0][1])}:{frames[0][2]}" if frames else "unknown"
 
 

@@ -19,18 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpx._casting._keep import FP8_SCOPE
-from mpx._jax._compat import (
-    Literal,
-    is_transposed,
-    open_jaxpr,
-    primitive_name,
-    scan_sizes,
-    scopes_of,
-    source_frames,
-)
+from mpx._jax._compat import Literal, open_jaxpr, primitive_name, scan_sizes
 from mpx._jax._formats import Format
-from mpx._program._flow import moved, propagate
-from mpx._program._queries import Equation, called, last_uses
+from mpx._program._flow import propagate
+from mpx._program._queries import OUTERMOST, Equation, Position, called, last_uses
 from mpx.inspect._dtypes import is_float
 from mpx.inspect._equations import (
     Array,
@@ -49,27 +41,23 @@ from mpx.inspect._equations import (
     to_host,
     widened,
 )
-from mpx.inspect._program import Name
+from mpx.inspect._program import Place, Program, path, sites
 
 NAN, PLUS, MINUS = 1, 2, 3
-"""Classes of numbers that are not finite."""
-Classes = np.ndarray | None
-"""Those among some numbers; `None` if all are finite."""
+"""Kinds of numbers that are not finite."""
+Kinds = frozenset[int]
 Lanes = tuple[Array, ...]
 """A value in f32; in a recording, that of the program and that of its shadow."""
-Ref = tuple[int, int]
-"""A value of a run: the number of the node that made it, and which result it is."""
-NO_REF: Ref = (-1, 0)
 Site = tuple[str, bool]
 """The equations that one source line has made: the line, and whether it is backward."""
+_INPUT = Place("input", "a constant", "", "unknown", "", backward=False)
 
 
 class Value(NamedTuple):
-    """A value in each lane, where it comes from, and which parameter it is."""
+    """A value in each lane; in a recording, what is known of it if it is no literal."""
 
     lanes: Lanes
-    ref: Ref = NO_REF
-    name: Name = None
+    node: "Node | None" = None
 
 
 Values = list[Value]
@@ -78,19 +66,15 @@ Values = list[Value]
 class Around(NamedTuple):
     """What is around an equation."""
 
-    scopes: tuple[str, ...] = ()
+    callers: tuple[Equation, ...] = ()  # that hold it, outermost first
     steps: tuple[tuple[int, int], ...] = ()  # of its loops: (step, how many there are)
-    backward: bool = False
-    frames: tuple[tuple[str, str, int], ...] = ()  # (function, file, line), from inside
     axes: Axes = ()  # of the `shard_map`; leading axes of each value in it
 
     def in_step(self, step: int, length: int = 0) -> "Around":
         return self._replace(steps=(*self.steps, (step, length)))
 
-    def site(self, eqn: Equation) -> Site:
-        """Returns the site of an equation."""
-        line = "{1}:{2}".format(*self.frames[0]) if self.frames else ""
-        return line or primitive_name(eqn), self.backward
+
+OUTSIDE = Around()
 
 
 class Run:
@@ -104,7 +88,7 @@ class Run:
 
     def __init__(
         self,
-        low: Callable[[Site], bool] = lambda _: False,
+        low: Callable[[Site | None], bool] = lambda _: False,
         *,
         recording: "Recording | None" = None,
         free: Site | None = None,
@@ -118,24 +102,25 @@ class Run:
         self._clips = clips
         self._given = None if recording is None else iter(recording.choices)
         self._decisions = iter(() if recording is None else recording.decisions)
-        self.choices: list[int] = []  # the branches and steps that were taken
+        # The branches and steps that were taken, by each device of a `shard_map`
+        self.choices: list[np.ndarray] = []
         self.is_cut = False  # whether a loop was left after `most_steps`
-        # Loops that have ended in f32 only, what they then held, the step and the test
-        self.parted: list[tuple[Equation, Values, int, Value]] = []
-        self._ends: dict[int, list[list[Any]]] = {}
-        self._known: dict[int, tuple[Any, ...]] = {}
+        # Loops that end in f32 only: what compares, the steps, and those not enough
+        self.endless: list[tuple[Node, int, int]] = []
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant in each lane."""
         return (widened(to_host(x)),)
 
-    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
-        """Returns a value that no equation has made: an input, a part, or a stack."""
+    def source(self, lanes: Lanes, values: Sequence[Value] = ()) -> Value:
+        """Returns a value that no equation has made: an input, or a part or stack of some."""
         return Value(lanes)
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation without jaxprs inside, in the precision that its site has."""
-        args, axes, site = [x.lanes[0] for x in operands], around.axes, around.site(eqn)
+        args, axes, site = [x.lanes[0] for x in operands], around.axes, None
+        if self._recording is not None:
+            site = site_of(self._recording.places[path(eqn, around.callers)][1])
         if self._constant is not None and eqn is self._constant[0]:
             number = np.float32(self._constant[1])
             pairs = zip(args, eqn.invars, strict=True)
@@ -156,90 +141,96 @@ class Run:
         return [Value((x,)) for x in outs]
 
     def __call__(
-        self, jaxpr: Any, args: Sequence[Value], around: Around | None = None
+        self, jaxpr: Any, args: Sequence[Value], around: Around = OUTSIDE
     ) -> Values:
         """Runs a jaxpr; values are forgotten when nothing reads them any more."""
         body, consts = open_jaxpr(jaxpr)
         known = [self.source(self.lanes_of(x)) for x in consts]
         env = dict(zip((*body.constvars, *body.invars), (*known, *args), strict=True))
-        if id(body) not in self._ends:
-            self._ends[id(body)] = last_uses(body)
-
-        def rule(eqn: Equation, operands: Values) -> Values:
-            return self._equation(eqn, operands, self._inside(eqn, around or Around()))
 
         def literal(atom: Any) -> Value:
             return Value(self.lanes_of(np.asarray(atom.val, atom.aval.dtype)))
 
-        return propagate(body, env, rule, literal, self._ends[id(body)])
+        rule = functools.partial(self._equation, around)
+        return propagate(body, env, rule, literal, last_uses(body))
 
-    def _inside(self, eqn: Equation, around: Around) -> Around:
-        """Returns what is around the body of an equation."""
-        if id(eqn) not in self._known:
-            frames = tuple(source_frames(eqn))
-            self._known[id(eqn)] = scopes_of(eqn), is_transposed(eqn), frames
-        scopes, backward, frames = self._known[id(eqn)]
-        # The lines inside a jitted function end there, those inside a scan do not.
-        rest = () if frames[-1:] == around.frames[-1:] else around.frames
-        return around._replace(
-            scopes=around.scopes + scopes,
-            backward=around.backward or backward,
-            frames=frames + rest,
-        )
-
-    def _equation(self, eqn: Equation, operands: Values, around: Around) -> Values:
+    def _equation(self, around: Around, eqn: Equation, operands: Values) -> Values:
         name = primitive_name(eqn)
+        inside = around._replace(callers=(*around.callers, eqn))
         if name in ("scan", "while", "cond"):
-            return getattr(self, f"_{name}")(eqn, operands, around)
+            return getattr(self, f"_{name}")(eqn, operands, inside)
         if name == "shard_map" and not around.axes:
-            return self._shard_map(eqn, operands, around)
+            return self._shard_map(eqn, operands, inside)
         is_whole = name in ("pallas_call", "shard_map") or is_rounding(eqn)
         body = None if is_whole else called(eqn)
         if body is not None:
-            return self(body, operands, around)
-        if not eqn.outvars:  # a print, say
-            return []
-        param = moved(eqn, [x.name for x in operands])
-        return [x._replace(name=param) for x in self.leaf(eqn, operands, around)]
+            return self(body, operands, inside)
+        # No results: a print, say.
+        return self.leaf(eqn, operands, around) if eqn.outvars else []
 
-    def _choose(self, decide: Callable[[], int]) -> int:
+    def _choose(self, decide: Callable[[], np.ndarray]) -> np.ndarray:
         if self._given is not None:
             return next(self._given)
         self.choices.append(decide())
         return self.choices[-1]
 
+    def _merged(self, index: np.ndarray, values: Values, var: Any) -> Value:
+        """Returns for each device of a `shard_map` its own of some values."""
+        at = index.reshape(index.shape + (1,) * var.aval.ndim)
+
+        def merged(x: Array, *others: Array) -> Array:
+            for i, other in enumerate(others, 1):
+                x = to_host(jnp.where(at == i, other, x))
+            return x
+
+        return self.source(_in_lanes(merged, values), values)
+
     def _cond(self, eqn: Equation, operands: Values, around: Around) -> Values:
         index, branches = operands[0].lanes[0], eqn.params["branches"]
-        last = len(branches) - 1
-        chosen = self._choose(lambda: int(np.clip(np.ravel(index)[0], 0, last)))
-        return self(branches[chosen], operands[1:], around)
+        index = self._choose(lambda: np.clip(index, 0, len(branches) - 1))
+        taken = np.unique(index)
+        found = [self(branches[i], operands[1:], around) for i in taken]
+        if len(found) == 1:
+            return found[0]
+        places, rows = np.searchsorted(taken, index), zip(*found, strict=True)
+        pairs = zip(rows, eqn.outvars, strict=True)
+        return [self._merged(places, [*values], var) for values, var in pairs]
 
     def _while(self, eqn: Equation, operands: Values, around: Around) -> Values:
         params = eqn.params
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
         tests, consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
-        carry = [x._replace(name=None) for x in operands[n_cond + n_body :]]
-        step = 0
+        carry, step, goes_on = operands[n_cond + n_body :], 0, np.array(True)
 
-        def goes_on() -> int:
+        def decide() -> np.ndarray:
             # Until the first lane ends: a counter that stands still would run forever.
             (test,) = self(params["cond_jaxpr"], [*tests, *carry], around)
-            lanes = [bool(np.all(x)) for x in test.lanes]
-            if lanes[0] and not all(lanes):
-                self.parted.append((eqn, [*tests, *consts, *carry], step, test))
-            self.is_cut |= all(lanes) and step >= self._most_steps
-            return int(all(lanes) and step < self._most_steps)
+            own, both = (x & goes_on for x in (test.lanes[0], np.all(test.lanes, 0)))
+            if (own != both).any() and test.node is not None:
+                most = 4 * step + 16
+                alone = Run(lambda _: True, most_steps=most)
+                values = (Value(x.lanes[:1]) for x in (*tests, *consts, *carry))
+                alone._while(eqn, [*values], OUTSIDE)
+                nodes = (x for x in before([test.node]) if x.eqn and is_decision(x.eqn))
+                found = next(nodes, test.node), step, step + most
+                self.endless += [found] if alone.is_cut else []
+            self.is_cut |= bool(both.any()) and step >= self._most_steps
+            return both & (step < self._most_steps)
 
-        while self._choose(goes_on):
-            carry = self(params["body_jaxpr"], [*consts, *carry], around.in_step(step))
-            step += 1
+        while (goes_on := self._choose(decide)).any():
+            inside = around.in_step(step)
+            outs = self(params["body_jaxpr"], [*consts, *carry], inside)
+            if not goes_on.all():
+                rows = zip(carry, outs, eqn.outvars, strict=True)
+                outs = [self._merged(goes_on, [x, y], var) for x, y, var in rows]
+            carry, step = outs, step + 1
         return carry
 
     def _scan(self, eqn: Equation, operands: Values, around: Around) -> Values:
         n_consts, n_carry = scan_sizes(eqn.params)
         length, order = eqn.params["length"], -1 if eqn.params["reverse"] else 1
         consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
-        carry = [x._replace(name=None) for x in operands[n_consts : n_consts + n_carry]]
+        carry = operands[n_consts : n_consts + n_carry]
         rows, depth = list[Values](), len(around.axes)
         for step in range(length)[::order]:
             at = (slice(None),) * depth + (step,)
@@ -260,7 +251,7 @@ class Run:
         is_numpy = isinstance(values[0].lanes[0], np.ndarray | np.generic)
         stack = np.stack if is_numpy else jnp.stack  # of PRNG keys
         lanes = _in_lanes(lambda *xs: stack(xs, depth), values)
-        return self.source(lanes, [x.ref for x in values])
+        return self.source(lanes, values)
 
     def _shard_map(self, eqn: Equation, operands: Values, around: Around) -> Values:
         axes, params = mapped_axes(eqn), eqn.params
@@ -271,7 +262,7 @@ class Run:
         return [self._moved(x, lambda y, s=s: join(y, s, axes)) for x, s in pairs]
 
     def _moved(self, x: Value, func: Callable[[Array], Array]) -> Value:
-        return self.source(_in_lanes(func, [x]), [x.ref])._replace(name=x.name)
+        return self.source(_in_lanes(func, [x]), [x])
 
 
 def _in_lanes(func: Callable[..., Array], values: Values) -> Lanes:
@@ -293,16 +284,15 @@ def _edge(low: Format) -> float:
     return low.max * (1 + low.eps / 4)  # about half a unit in the last place
 
 
-@dataclasses.dataclass(slots=True)
-class Stats:
-    """What is known of one value of a recording.
+class Node:
+    """A value of a recorded run: a result of an equation, or what none has made.
 
     Errors are 2-norms relative to the shadow; the local error is infinite if a number is
     not finite that is finite in the shadow.
     """
 
-    classes: Classes = None  # of the program's numbers
-    shadow_classes: Classes = None
+    kinds: Kinds = frozenset()  # of the program's numbers that are not finite
+    shadow_kinds: Kinds = frozenset()
     shadow: tuple[float, float] = _NONE  # smallest and largest, if finite
     own: tuple[float, float] = _NONE
     largest: float = 0.0  # magnitude in the shadow that is finite
@@ -312,87 +302,92 @@ class Stats:
     error: float = 0.0  # of the local result
     local_is_finite: bool = True  # where the shadow is
 
+    def __init__(
+        self,
+        index: int,
+        where: tuple[Position, Place],
+        values: Sequence[Value],
+        around: Around = OUTSIDE,
+        low: Format | None = None,
+    ) -> None:
+        self.index = index  # in the order of execution
+        here, place = self.here, self.place = where
+        self.steps = around.steps  # of the loops around it
+        self.eqn = here.eqn  # `None` for an input, a constant, a part of another value
+        self.format = low  # the coarsest below f32 that the equation uses
+        is_made = self.eqn is not None
+        self.primitive = place.primitive if is_made else ""
+        self.param = place.param if is_made else ""  # that the equation reads
+        self.site = site_of(place) if is_made else (f"input {index}", False)
+        # Whether it is part of what `fp8` makes of a matmul, and clips by a scale
+        self.in_fp8 = FP8_SCOPE in here.scopes
+        self.clips = is_made and self.eqn.params.get("name") == "mpx_clip"
+        self.operands = [x.node for x in values if x.node is not None]
+        literals = (x.lanes[0] for x in values if x.node is None)
+        self.written = [float(x) for x in literals if is_float(x) and not np.ndim(x)]
 
-@dataclasses.dataclass(slots=True)
-class Node:
-    """An equation that was run, or a value that none has made."""
-
-    eqn: Equation  # `None` for an input, a constant, or a part of another value
-    around: Around
-    names: tuple[Name, ...]  # the parameters among its operands; the name of an input
-    parents: tuple[Ref, ...]
-    stats: list[Stats]  # of each result
-    format: Format | None = None  # the coarsest below f32 that it uses
-    written: tuple[float, ...] = ()  # operands that are numbers in the code
-
-    @property
-    def primitive(self) -> str:
-        """The name of the primitive; "" for no equation."""
-        return "" if self.eqn is None else primitive_name(self.eqn)
-
-    @property
-    def in_fp8(self) -> bool:
-        """Whether it is part of what `fp8` makes of a matmul."""
-        return FP8_SCOPE in self.around.scopes
+    def compare(self, lanes: Lanes, local: Array | None) -> None:
+        """Notes what is known of its numbers; without a local result, their range."""
+        own, shadow = lanes
+        if not is_float(shadow) or own.dtype.kind == "u":  # bytes
+            return
+        a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
+        s = np.asarray(widened(shadow))
+        good = np.isfinite(s)
+        sizes = np.abs(s[good & (s != 0)])
+        self.kinds, self.shadow_kinds = _kinds(a), _kinds(s)
+        self.shadow, self.own, self.zeros = _ends(s), _ends(a), bool(np.any(a == 0))
+        if sizes.size:
+            self.largest, self.smallest = float(sizes.max()), float(sizes.min())
+        if local is not None and local is not own:
+            t = np.asarray(widened(local))
+            self.deviation, self.error = (_distance(x, s, good) for x in (a, t))
+            if not (np.isfinite(t) | ~good).all():
+                self.local_is_finite, self.error = False, math.inf
 
     @property
     def excess(self) -> float:
         """What `fp8` clips here over what a scale holds that was chosen before; else 0."""
-        if self.format is None or self.eqn.params.get("name") != "mpx_clip":
+        if not self.clips or self.format is None or self.largest <= _edge(self.format):
             return 0.0
-        largest = self.stats[0].largest
-        return largest / self.format.max if largest > _edge(self.format) else 0.0
-
-    @property
-    def error(self) -> float:
-        """The largest local error of a result."""
-        return max((x.error for x in self.stats), default=0.0)
-
-    @property
-    def deviation(self) -> float:
-        """The largest distance of a result from the shadow."""
-        return max((x.deviation for x in self.stats), default=0.0)
+        return self.largest / self.format.max
 
 
 class Recording(Run):
     """Runs a program in its own precision and in f32, and measures each result."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         super().__init__(most_steps=math.inf)
         self.nodes: list[Node] = []
+        self.equations = 0  # that were run
         self.decisions: list[np.ndarray] = []  # of the shadow, in each comparison
+        self.turned: list[Node] = []  # the decisions that are others in f32
         self.eps = 0.0  # of the coarsest format met so far
-        self.turned: set[int] = set()  # nodes that compare with another result in f32
-
-    @functools.cached_property
-    def endless(self) -> list[tuple[int, int, int]]:
-        """Loops that end in f32 only: what compares, the steps, and those not enough."""
-        found = []
-        for eqn, operands, step, test in self.parted:
-            most = 4 * step + 16
-            own = Run(lambda _: True, most_steps=most)
-            own._while(eqn, [Value(x.lanes[:1]) for x in operands], Around())
-            if own.is_cut:
-                before = ((i, self.nodes[i].eqn) for i in self.before([test.ref[0]]))
-                compares = (i for i, x in before if x is not None and is_decision(x))
-                found.append((next(compares, test.ref[0]), step, step + most))
-        return found
+        found = sites(program, every=True, with_grads=False)
+        self.places = {path(x.eqn, x.callers): (x, place) for x, place in found}
+        pairs = zip(program.arrays, program.names, strict=True)
+        inputs = [
+            self.source(self.lanes_of(x), (), dataclasses.replace(_INPUT, param=name))
+            for x, name in pairs
+        ]
+        self.results = self(program.jaxpr, inputs)
 
     def lanes_of(self, x: Array) -> Lanes:
         """Returns a constant as it is, and in f32."""
         x = to_host(x)
         return x, widened(x)
 
-    def source(self, lanes: Lanes, parents: Sequence[Ref] = ()) -> Value:
+    def source(
+        self, lanes: Lanes, values: Sequence[Value] = (), place: Place = _INPUT
+    ) -> Value:
         """Notes a value that no equation has made."""
-        self.nodes.append(Node(None, Around(), (), tuple(parents), [_compare(*lanes)]))
-        return Value(lanes, (len(self.nodes) - 1, 0))
+        return self._noted(lanes, None, (OUTERMOST, place), values)
 
-    def input(self, x: Array, name: Name, is_param: bool) -> Value:
-        """Returns an argument of the program."""
-        value = self.source(self.lanes_of(x))
-        self.nodes[-1].names = (name,)
-        return value._replace(name=name if is_param else None)
+    def _noted(self, lanes: Lanes, local: Array | None, *known: Any) -> Value:
+        node = Node(len(self.nodes), *known)
+        node.compare(lanes, local)
+        self.nodes.append(node)
+        return Value(lanes, node)
 
     def leaf(self, eqn: Equation, operands: Values, around: Around) -> Values:
         """Runs an equation in both lanes and measures its results."""
@@ -406,62 +401,48 @@ class Recording(Run):
             if low is not None and not only_moves(eqn):
                 local = run_as_written(eqn, wide, around.axes)
         self.eps = max(self.eps, low.eps if low else 0.0)
+        is_turned = False
         if is_decision(eqn) and not around.axes:
+            free = shadow[0]
             if shadow is not outs:
-                free = shadow[0]
                 shadow = local = [settled(wide, free, np.asarray(outs[0]), self.eps)]
-                if not np.array_equal(shadow[0], free):
-                    self.turned.add(len(self.nodes))
+                is_turned = not np.array_equal(shadow[0], free)
             self.decisions.append(np.asarray(shadow[0]))
-        written = [x.lanes[0] for x in operands if x.ref == NO_REF]
-        node = Node(
-            eqn,
-            around,
-            names=tuple(x.name for x in operands),
-            parents=tuple(x.ref for x in operands),
-            stats=[_compare(*x) for x in zip(outs, shadow, local, strict=True)],
-            format=low,
-            written=tuple(float(x) for x in written if is_float(x) and not np.ndim(x)),
-        )
-        self.nodes.append(node)
-        lanes, index = zip(outs, shadow, strict=True), len(self.nodes) - 1
-        return [Value(pair, (index, i)) for i, pair in enumerate(lanes)]
-
-    def stats(self, ref: Ref) -> Stats:
-        """Returns what is known of a value; nothing for a literal."""
-        return Stats() if ref[0] < 0 else self.nodes[ref[0]].stats[ref[1]]
-
-    def operands(self, node: Node) -> list[Stats]:
-        """Returns what is known of the operands of a node that are no literals."""
-        return [self.stats(ref) for ref in node.parents if ref[0] >= 0]
-
-    def before(
-        self, starts: Iterable[int], passes: Callable[[Node], bool] = lambda _: True
-    ) -> Iterator[int]:
-        """Yields nodes and what those that pass are made from, the latest first."""
-        queue, seen = [-start for start in starts], set[int]()
-        heapq.heapify(queue)
-        while queue:
-            index = -heapq.heappop(queue)
-            if index >= 0 and index not in seen:
-                seen.add(index)
-                yield index
-                if passes(self.nodes[index]):
-                    for ref in self.nodes[index].parents:
-                        heapq.heappush(queue, -ref[0])
-
-    def site(self, index: int) -> Site:
-        """Returns the site of a node."""
-        node = self.nodes[index]
-        if node.eqn is None:
-            return f"input {index}", False
-        return node.around.site(node.eqn)
+        self.equations += 1
+        known = self.places[path(eqn, around.callers)], operands, around, low
+        pairs = zip(zip(outs, shadow, strict=True), local, strict=True)
+        values = [self._noted(*pair, *known) for pair in pairs]
+        self.turned += self.nodes[-1:] if is_turned else []
+        return values
 
 
-def _classes(x: Numbers) -> Classes:
+def before(
+    starts: Iterable[Node], passes: Callable[[Node], bool] = lambda _: True
+) -> Iterator[Node]:
+    """Yields nodes and, back through those that pass, what they are made from."""
+    seen = {x.index: x for x in starts}
+    first, queue = {*seen}, [-index for index in seen]
+    heapq.heapify(queue)
+    while queue:
+        node = seen[-heapq.heappop(queue)]
+        yield node
+        for x in node.operands if node.index in first or passes(node) else ():
+            if x.index not in seen:
+                seen[x.index] = x
+                heapq.heappush(queue, -x.index)
+
+
+def site_of(place: Place) -> Site:
+    """Returns the site of an equation."""
+    named = place.primitive if place.source == "unknown" else place.source
+    return named, place.backward
+
+
+def _kinds(x: Numbers) -> Kinds:
+    if np.isfinite(x).all():
+        return frozenset()
     tests = (np.isnan, NAN), (np.isposinf, PLUS), (np.isneginf, MINUS)
-    found = [kind for test, kind in tests if test(x).any()]
-    return np.array(found) if found else None
+    return frozenset(kind for test, kind in tests if test(x).any())
 
 
 def _ends(x: np.ndarray) -> tuple[float, float]:
@@ -469,36 +450,9 @@ def _ends(x: np.ndarray) -> tuple[float, float]:
     return (float(x.min()), float(x.max())) if x.size else _NONE
 
 
-def _compare(own: Array, shadow: Array, local: Array | None = None) -> Stats:
-    """Returns what is known of a result; of a value without a local one, its range."""
-    if not is_float(shadow) or own.dtype.kind == "u":  # bytes
-        return Stats()
-    a = np.asarray(widened(own) if is_float(own) else np.float32(own))  # int8 codes
-    s = a if own is shadow else np.asarray(widened(shadow))
-    stats = Stats(_classes(a), own=_ends(a), zeros=bool(np.any(a == 0)))
-    stats.shadow_classes = stats.classes if s is a else _classes(s)
-    stats.shadow = stats.own if s is a else _ends(s)
-    stats.largest = float(np.nanmax(np.abs([0.0, *stats.shadow])))
-    if s is a or local is None:
-        return stats
-    with np.errstate(all="ignore"):
-        good = np.isfinite(s)
-        wanted, both = np.where(good, s, 0), good & np.isfinite(a)
-        stats.deviation = _relative_norm(np.where(both, a - s, 0), wanted)
-        if local is shadow:
-            return stats
-        t, nonzero = np.asarray(widened(local)), good & (s != 0)
-        stats.local_is_finite = bool((np.isfinite(t) | ~good).all())
-        error = np.where(good & np.isfinite(t), t - s, 0)
-        stats.error = _relative_norm(error, wanted)
-        if not stats.local_is_finite:
-            stats.error = math.inf
-        if nonzero.any():
-            stats.smallest = float(np.abs(s[nonzero]).min())
-    return stats
-
-
-def _relative_norm(error: Numbers, value: Numbers) -> float:
-    """Returns the 2-norm of an error relative to that of a value."""
-    size, off = (float(np.linalg.norm(x.astype(np.float64))) for x in (value, error))
+@np.errstate(all="ignore")
+def _distance(x: Numbers, shadow: Numbers, good: Numbers) -> float:
+    """Returns the 2-norm of an error, relative to the numbers that are `good`."""
+    parts = np.where(good, shadow, 0), np.where(good & np.isfinite(x), x - shadow, 0)
+    size, off = (float(np.linalg.norm(x.astype(np.float64))) for x in parts)
     return off / size if size else math.inf if off else 0.0

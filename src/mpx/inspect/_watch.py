@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -202,13 +203,12 @@ class RunSummary(Result):
         if self.skips:
             head = ("step", "loss scale", "leaf", "inf", "nan", "leaves")
             unknown = "(not known, or the loss or a state)"
-            shown = [(x, x.leaf or unknown) for x in self.skips[-10:]]
-            cells = [
-                (x.step, f"{x.loss_scale:g}", leaf, x.infs, x.nans, x.leaves)
-                for x, leaf in shown
-            ]
-            rows, title = [[*map(str, x)] for x in cells], "The last skipped steps"
-            tables.append(Table(head, rows, title, frozenset({0, 1, 3, 4, 5})))
+            rows = list[list[str]]()
+            for x in self.skips[-10:]:
+                place = f"{x.loss_scale:g}", x.leaf or unknown
+                rows.append([*map(str, (x.step, *place, x.infs, x.nans, x.leaves))])
+            right = frozenset({0, 1, 3, 4, 5})
+            tables.append(Table(head, rows, "The last skipped steps", right))
         return tables
 
 
@@ -391,20 +391,21 @@ class Watch:
         return RunSummary(self._steps, self._skipped, skips, dict(self._latest), notes)
 
 
-def _group(name: str) -> str:
-    """Returns the group of a leaf: up to two parts of its path, without the last."""
-    parts = name.split("/")
-    return "/".join(parts[: max(1, min(2, len(parts) - 1))])
+def _by_group(leaves: Iterable[tuple[str, ArrayLike]]) -> dict[str, Any]:
+    """Returns sums by group: up to two parts of the path of a leaf, without the last."""
+    sums = dict[str, Any]()
+    for name, x in leaves:
+        parts = name.split("/")
+        group = "/".join(parts[: max(1, min(2, len(parts) - 1))])
+        sums[group] = sums.get(group, 0) + np.asarray(x, np.float64)
+    return sums
 
 
 def _gradients(stats: ExponentStats, scale: float) -> dict[str, float]:
     """Returns norms, and the shares that are zero or would be."""
-    groups: dict[str, float] = {}
-    for name, norm in zip(stats.names, stats.norms.tolist(), strict=True):
-        group = _group(name)
-        groups[group] = math.hypot(groups.get(group, 0.0), norm)
-    numbers = {"grad_norm": math.hypot(*groups.values())}
-    numbers |= {f"grad_norm/{group}": norm for group, norm in groups.items()}
+    groups = _by_group(zip(stats.names, stats.norms**2, strict=True))
+    numbers = {"grad_norm": math.sqrt(sum(groups.values()))}
+    numbers |= {f"grad_norm/{group}": math.sqrt(x) for group, x in groups.items()}
     sizes = stats.sizes - stats.zeros - stats.infs - stats.nans
     for name in _FORMATS:
         lost = stats.flushed(name, scale) @ sizes
@@ -414,11 +415,10 @@ def _gradients(stats: ExponentStats, scale: float) -> dict[str, float]:
 
 
 def _stuck_shares(stuck: Mapping[str, ArrayLike]) -> dict[str, float]:
-    """Returns the shares of weights that did not move, of all and by group."""
-    sums: dict[str, np.ndarray] = {}
-    for name, pair in stuck.items():
-        for key in (f"stuck/{_group(name)}", "stuck"):
-            sums[key] = sums.get(key, 0) + np.asarray(pair, np.float64)
+    """Returns the shares of weights that did not move, by group and of all."""
+    groups = _by_group(stuck.items())
+    sums = {f"stuck/{group}": x for group, x in groups.items()}
+    sums |= {"stuck": sum(groups.values())} if groups else {}
     return {key: float(still / size) for key, (still, size) in sums.items()}
 
 
