@@ -598,8 +598,8 @@ BREAKS = [
     Break(
         "the mask of attention is ignored",
         "_ops",
-        'extras.get("mask"),\n        scale',
-        "None,\n        scale",
+        '"is_causal": spec.is_causal, **extras}',
+        '"is_causal": spec.is_causal, **extras, "mask": None}',
         "amp_attention",
         "",
     ),

@@ -119,20 +119,14 @@ def optimizer_update(
         return new, optimizer_state
     if _nnx.is_nnx(optimizer):
         check_extra_args(extra_args, optimizer)
-        trees = _nnx.params_of(model, optimizer), grads
-        warn_of_lost_updates(*map(_nnx.without_variables, trees), optimizer)
-        apart = _nnx.Objects(
-            {LeafName("model"): model, LeafName("optimizer"): optimizer}
+        params = _nnx.without_variables(_nnx.params_of(model, optimizer))
+        warn_of_lost_updates(params, _nnx.without_variables(grads), optimizer)
+        _update_nnx(
+            model,
+            optimizer,
+            lambda model, optimizer: optimizer.update(model, grads, **extra_args),
+            lambda step, *before: _skip(flag, step, before, axis_name),
         )
-
-        def step_nnx(leaves: list[PyTree]) -> tuple[list[PyTree]]:
-            objects = apart.merged(leaves)
-            model, optimizer = objects.values()
-            optimizer.update(model, grads, **extra_args)
-            return (apart.after(objects, leaves, leaves),)
-
-        (after,) = _skip(flag, step_nnx, (apart.leaves,), axis_name)
-        apart.write(after)
         return model, optimizer_state
     if hasattr(model, "apply_gradients"):
         raise TypeError(
@@ -239,6 +233,23 @@ def apply_updates(model: PyTree, updates: PyTree) -> PyTree:
         return total.astype(param.dtype)
 
     return jax.tree.map(add, updates, model, is_leaf=is_none)
+
+
+def _update_nnx(
+    model: PyTree,
+    optimizer: PyTree,
+    update: Callable[[PyTree, PyTree], None],
+    skip: Callable[..., PyTree],
+) -> None:
+    """Updates an NNX model and its optimizer in place."""
+    apart = _nnx.Objects({LeafName("model"): model, LeafName("optimizer"): optimizer})
+
+    def step(leaves: list[PyTree]) -> tuple[list[PyTree]]:
+        objects = apart.merged(leaves)
+        update(*objects.values())
+        return (apart.after(objects, leaves, leaves),)
+
+    apart.write(*skip(step, apart.leaves))
 
 
 def _skip(
