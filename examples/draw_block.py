@@ -33,7 +33,8 @@ LABELS = {
 }
 COLOURS = {"f32": "#3b6fb6", "bf16": "#b35900"}
 NAMES = {"float32": "f32", "bfloat16": "bf16"}
-CASTS = ("convert_element_type", "custom_jvp_call")  # one with a derivative of its own
+CASTS = ("convert_element_type", "load", "store", "custom_jvp_call")
+# `amp` gives arrays derivatives by the last.
 MOVES = ("reshape", "split", "transpose", "broadcast_in_dim")
 
 

@@ -982,8 +982,8 @@ BREAKS = [
     Break(
         "a loaded number's cotangent may stay f32",
         "_ops",
-        "return x.astype(dtype) if fuses else lax.optimization_barrier(x.astype(dtype))",
-        "return x.astype(dtype)",
+        "return [lax.optimization_barrier(low) if name == LOAD else low]",
+        "return [low]",
         "stored",
         "barrier",
     ),

@@ -37,7 +37,7 @@ from mpx._jax._compat import (
 )
 from mpx._jax._devices import cuda_capability
 from mpx._jax._formats import F32, is_low
-from mpx._ops._stored import load, store
+from mpx._ops._stored import add, load, store
 from mpx._program import HANDLERS
 from mpx._program._interpreter import Scopes, Values
 from mpx._program._primitives import that
@@ -373,16 +373,15 @@ def _biased(eqn: Equation, values: Values, out: Any, views: _Views) -> Any:
     The bias adds the stored cotangent up. XLA would write it in f32 for that, read it, and
     write it once more in 16 bits for the matmuls: on ViT-Base 5.6 GB of traffic a step.
     """
-    low = [views.of(x) if is_variable(x) else None for x in eqn.invars]
-    low = [x if getattr(x, "shape", ()) == out.shape else None for x in low]
-    (dtype,) = {x.dtype for x in low if x is not None} or {None}
-    if dtype is None:
-        return out
-    args = [
-        store(value + lax.full_like(out, 0), dtype, fuses=True) if x is None else x
-        for x, value in zip(low, values, strict=True)
-    ]
-    return as_derived(out, load(*bind(eqn, args), fuses=True))
+    for x, bias in (eqn.invars[0], values[1]), (eqn.invars[1], values[0]):
+        low = views.of(x) if is_variable(x) else None
+        if low is not None and low.shape == out.shape:
+            zeros = lax.full_like(out, 0)
+            if eqn.primitive.name == "add":
+                return as_derived(out, add(low, bias + zeros))
+            found = add(low, zeros - bias)
+            return as_derived(out, found if x is eqn.invars[0] else -found)
+    return out
 
 
 def _is_linear(eqn: Equation, known: frozenset[str]) -> bool:

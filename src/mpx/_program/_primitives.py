@@ -42,7 +42,7 @@ f32 | inside | exact in any dtype; in f32 the shift of a softmax stays in f32
   reduce_max reduce_min
 widest | inside | several operands must agree
   polynomial
-  linear new: add sub
+  linear new: add sub add_stored
   scales new: mul div
   pieces: max min clamp
   linear: select_n concatenate stack pad dynamic_update_slice

@@ -182,12 +182,16 @@ class Roots:
 
     def _sizes(self, eqn: Equation, reads: Sequence[Fact]) -> int:
         """Returns how the sizes of a result differ."""
-        name, most = name_of(eqn), max([x.sizes for x in reads], default=BOUNDED)
+        name = name_of(eqn)
+        if name in _MIXES:  # Neither masks nor zeros are numbers of other sizes.
+            reads = [x for x in reads[name == "select_n" :] if x.sign is not ZERO]
+        most = max([x.sizes for x in reads], default=BOUNDED)
         if name in _BOUNDED or self._is_bump(eqn, reads):
             return BOUNDED
-        if name in PRODUCTS:
+        if name in PRODUCTS or name in queries.ATTENTION:
             return ALIKE
-        is_mixed = most >= BY_ROW and not all(x.is_row for x in reads)
+        is_mixed = most >= BY_ROW and len(reads) > 1
+        is_mixed &= not all(x.is_row for x in reads)
         if (name in _MIXES and is_mixed) or (
             name == "mul" and any(map(self._is_given, reads))
         ):
@@ -317,7 +321,7 @@ class Roots:
             # A gradient with one number for each row is a sum over rows, or spread over them.
             out = eqn.outvars[0]
             is_sum = self.fact(atom).is_linear and (
-                is_thin(out) or self.fact(out).is_sum
+                is_thin(atom) or is_thin(out) or self.fact(out).is_sum
             )
             is_moved = need.by_row and not (need.why or is_sum or keeps_rows(eqn, i))
             self._require(atom, Need(_UNLIKE) if is_moved else need)
