@@ -97,7 +97,7 @@ def as_near_as_jax(case, args, bound):
     exact = jax.tree.leaves(bound.exact)
     pairs = zip(jax.tree.leaves(plain), exact, strict=True)
     off = [float(np.linalg.norm(np.asarray(x, np.float64) - y)) for x, y in pairs]
-    most = 2.0**-20 * max(map(np.linalg.norm, exact))
+    most = 2.0**-20 * max(1, *map(np.linalg.norm, exact))  # Arguments are about 1.
     within, tree = jax.tree.flatten(bound.within)
     wider = [x + 2 * y * (y <= most) for x, y in zip(within, off, strict=True)]
     return bound._replace(within=tree.unflatten(wider))

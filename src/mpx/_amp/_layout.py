@@ -55,6 +55,7 @@ class Layout:
         self.earlier = dict(zip(effects[1:], effects, strict=False))
         self.reached: dict[Any, Any] = {}  # Values that reach linear algebra
         self.free = self._find_free()
+        self.live = self._find_live()
         self._find_stored()
 
     def atoms(self, index: int) -> list[Any]:
@@ -89,7 +90,7 @@ class Layout:
         """Finds which values are stored, and the equations that form a region.
 
         The level of an equation is the number of borders and stored values that lie between
-        it and regions behind it.
+        it and regions behind it. What does not depend on floats may run before all others.
         """
         eqns = self.jaxpr.eqns
         inside = [i for i in self.places if self._is_inside(i) and i not in self.free]
@@ -106,7 +107,6 @@ class Layout:
         # What runs alone, on f32 numbers, parts regions, and has nothing rounded.
         self.stored |= self._crossing(made, self.stored, ("inside", "alone"))[0]
         _, at = self._crossing(made, self.stored, ("inside",))
-        live = self._live()
         found = joined(
             inside,
             lambda i: (
@@ -116,20 +116,20 @@ class Layout:
                 if self._is_inside(j) and j not in self.free
                 # What has no derivative is a region of its own: masks of random numbers are
                 # kept for the backward pass, and these numbers are not.
-                if at[j] == at[i] and (i in live) == (j in live)
+                if at[j] == at[i] and (i in self.live) == (j in self.live)
             ),
         )
         self.regions = {i: part for part in found for i in part}
         # What is free is of its own where borders read it, too.
         self.regions |= {i: [i] for i in self.free}
 
-    def _live(self) -> set[int]:
-        """Returns the equations that depend on floats which the jaxpr is given."""
+    def _find_live(self) -> set[int]:
+        """Returns the equations that depend on floats which the jaxpr is given, or on effects."""
         live, found = set[int](), set[Any]()
         found.update(v for v in self.jaxpr.invars if _has_floats([v]))
         found.update(v for v in self.jaxpr.constvars if _has_floats([v]))
         for i in self.places:
-            if not found.isdisjoint(self.atoms(i)):
+            if self.jaxpr.eqns[i].effects or not found.isdisjoint(self.atoms(i)):
                 live.add(i)
                 found.update(self.jaxpr.eqns[i].outvars)
         return live
@@ -171,7 +171,10 @@ class Layout:
         fresh: set[Any] = set()  # Made inside a region of that very level
         for i in self.places:
             eqn = self.jaxpr.eqns[i]
-            read = [(level.get(v, 0), v in fresh) for v in self.atoms(i)]
+            atoms = self.atoms(i)
+            if i in self.live:
+                atoms = [v for v in atoms if self.maker.get(v) in self.live]
+            read = [(level.get(v, 0), v in fresh) for v in atoms]
             at[i], is_fresh = max(read, default=(0, False))
             if eqn.effects:
                 at[i], is_fresh = max((at[i], is_fresh), (last, False))
