@@ -32,7 +32,7 @@ AGAIN = MOVES.union(
 ).difference(REDUCTIONS, PICKS, names("argmax argmin dynamic_update_slice"))
 SMALL = 8  # A value is small beside one that has so many times more numbers.
 ZERO, POSITIVE, NEGATIVE = "zero", "positive", "negative"
-FLIPPED = {POSITIVE: NEGATIVE, NEGATIVE: POSITIVE, ZERO: ZERO}
+_FLIPPED: dict[Any, Any] = {POSITIVE: NEGATIVE, NEGATIVE: POSITIVE, ZERO: ZERO}
 BOUNDED, ALIKE, BY_ROW, ROUGH = range(4)
 """How the sizes of a block's numbers differ: they are bounded as those of activations, alike,
 alike within a row, or anything."""
@@ -43,7 +43,7 @@ class Fact(NamedTuple):
 
     origins: frozenset[Any] = frozenset()  # what it is computed from
     sizes: int = ALIKE
-    sign: Any = None  # the variable that has its sign, or one of the words above
+    sign: Any = None  # the variable that has its sign, that flipped, or a word above
     is_row: bool = False  # whether it is one number for each row, along the last axis
     is_param: bool = False  # whether parameters and numbers alone enter
     is_linear: bool = True  # whether it is a gradient
@@ -96,17 +96,35 @@ def is_power(eqn: Equation) -> bool:
     return eqn.primitive.name == "integer_pow" and eqn.params["y"] > 0
 
 
+class Flipped(NamedTuple):
+    """The other sign than that of a variable."""
+
+    var: Any
+
+
+def flipped(sign: Any) -> Any:
+    """Returns the other sign; `None` if there is none."""
+    if sign is None or isinstance(sign, Flipped):
+        return sign and sign.var
+    return _FLIPPED[sign] if sign in _FLIPPED else Flipped(sign)
+
+
+def signed_by(sign: Any) -> Any:
+    """Returns the variable whose sign, or the other one, a value has."""
+    return sign.var if isinstance(sign, Flipped) else sign
+
+
 def sign_of(eqn: Equation, reads: Sequence[Fact]) -> Any:
     """Returns what has the sign of a result, if something does."""
     name, signs = eqn.primitive.name, [x.sign for x in reads]
     if name in _EVEN or eqn.params.get("y", 1) in (2, 4):
         return POSITIVE
     if name == "neg":
-        return FLIPPED.get(signs[0])
+        return flipped(signs[0])
     if name in ("mul", "div"):
         first, other = sorted(signs, key=lambda x: x not in (POSITIVE, NEGATIVE))
         if first in (POSITIVE, NEGATIVE):
-            return other if first is POSITIVE else FLIPPED.get(other)
+            return other if first is POSITIVE else flipped(other)
         return POSITIVE if first is other else None
     known = {*signs[name == "select_n" :]} - {ZERO} or {ZERO}
     return known.pop() if name in _SIGNED and len(known) == 1 else None

@@ -33,7 +33,6 @@ from mpx._residuals._facts import (
     BEARS,
     BOUNDED,
     BY_ROW,
-    FLIPPED,
     NEGATIVE,
     PICKS,
     POSITIVE,
@@ -45,6 +44,7 @@ from mpx._residuals._facts import (
     Fact,
     Need,
     adds_bias,
+    flipped,
     is_power,
     is_row_number,
     is_row_sum,
@@ -53,6 +53,7 @@ from mpx._residuals._facts import (
     keeps_rows,
     name_of,
     sign_of,
+    signed_by,
     size_of,
 )
 
@@ -218,7 +219,7 @@ class Roots:
             )
         signs, terms = [x.sign for x in reads], [x for x in reads if x.origins]
         if eqn.primitive.name == "sub":
-            signs[1] = FLIPPED.get(signs[1])
+            signs[1] = flipped(signs[1])
         origins = frozenset[Any]().union(*(x.origins for x in terms))
         is_smooth = any(x.sizes == BOUNDED for x in terms) or signs[0] == signs[1]
         return ZERO in signs or (len(origins - self._alive) <= 1 and is_smooth)
@@ -392,7 +393,7 @@ class Roots:
     ) -> list[Need] | None:
         """Returns the needs for operands; `None` if no result can be made of codes."""
         name, how = eqn.primitive.name, BEARS.get(eqn.primitive.name)
-        sign = self.facts[out].sign
+        sign = signed_by(self.facts[out].sign)
         if name in STEPS and self._asks_sign(eqn):
             return [Need(is_signed=True)] * len(reads)
         if name == "sub" and not need.why and (x := self._first(eqn)) is not None:
@@ -402,7 +403,8 @@ class Roots:
         if need.why or out in self._joins or (need.is_signed and sign is out):
             return None
         like = [
-            need._replace(is_signed=need.is_signed and x.sign is sign) for x in reads
+            need._replace(is_signed=need.is_signed and signed_by(x.sign) is sign)
+            for x in reads
         ]
         if name == "mul":
             pairs = zip(like, self._factors(eqn, reads), strict=True)
