@@ -27,10 +27,8 @@ import exact
 
 FACTOR = 3.0  # How many times as far as the farthest draw a result may be
 LOW = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
-WRITTEN = frozenset(LOW.values())
 ALGEBRA = frozenset(["cholesky", "triangular_solve", "lu", "qr", "eigh", "svd"])
 LOOPS = frozenset(("scan", "while"))
-SUMS = frozenset(["reduce_sum", "cumsum", "reduce_window_sum", "scatter-add"])
 CHOICES = frozenset(["select_n", "max", "min", "clamp", "pad", "concatenate"])
 CALLS = frozenset(["jit", "pjit", "remat", "remat2", "checkpoint", "closed_call"])
 
@@ -76,7 +74,7 @@ def kind_after(eqn, kinds):
     name = eqn.primitive.name
     if name in LOOPS | ALGEBRA:
         return "data"
-    if name in SUMS or name == "iota":
+    if name in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "iota"):
         return "odd"
     if name in CHOICES and {"odd", "low"} <= {*kinds}:
         return "data"  # since an odd number that is chosen must stay what it is
@@ -124,7 +122,7 @@ class Marker:
             outs, kinds = self.equation(eqn, read, kinds, solved)
             for v, out, kind in zip(eqn.outvars, outs, kinds, strict=True):
                 if v.aval.dtype != exact.F32:
-                    kind = "low" if v.aval.dtype in WRITTEN else "const"
+                    kind = "low" if v.aval.dtype in LOW.values() else "const"
                 elif kind == "low" and v in stored:
                     out = lax.reduce_precision(out, 8, 7)
                 known[v] = out, kind
@@ -157,7 +155,7 @@ class Marker:
 
             branches = [functools.partial(branch, body) for body in params["branches"]]
             outs = lax.switch(read[0], branches, *read[1:])
-            return outs, [widest(pair) for pair in zip(*found, strict=True)]
+            return outs, [*map(widest, zip(*found, strict=True))]
         outs = eqn.primitive.bind(*read, **eqn.primitive.get_bind_params(params))
         outs = outs if eqn.primitive.multiple_results else [outs]
         if {"low", "param"} <= {*kinds} and name in ("add", "sub"):
@@ -197,7 +195,6 @@ def bounds(func, args, kinds, dtype="bf16", draws=8, codes=None):
     grad = jax.value_and_grad(rounded, has_aux=True)
     program, shapes = jax.make_jaxpr(grad, return_shape=True)(*args)
     right, farthest = exact.evaluated(program, args, LOW[dtype], draws, codes)
-    sizes = np.array([np.linalg.norm(x) for x in right])
-    within = FACTOR * farthest + 1e-6 * sizes + 1e-12
+    within = FACTOR * farthest + 1e-6 * np.array([*map(np.linalg.norm, right)]) + 1e-12
     unflatten = jax.tree.structure(shapes).unflatten
     return exact.Bound(unflatten(right), unflatten(within))

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import mpx
-from models import equations, stored_result
+from models import equations, normal, stored_result
 from mpx import AmpRules, amp
 
 KEY = jax.random.key(0)
@@ -529,3 +529,26 @@ def test_a_maximum_that_is_compared_is_computed_again_with_what_it_is_that_of(na
         x.primitive.name in ("reduce_max", "reduce_min") for x in equations(program)
     )
     assert (count == 1) == (name == "softmax")
+
+
+# --- Under a vmap of somebody else's ---------------------------------------------------
+
+
+def test_the_gradient_of_a_bias_under_somebodys_vmap_adds_in_f32():
+    n, d = 4096, 4
+    layer = amp(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]))
+    p = {"w": normal(0, d, d), "b": jnp.zeros(d)}
+    x = normal(1, n, d)
+
+    def loss(p):
+        return jnp.sum(jax.vmap(layer, (None, 0))(p, x))
+
+    found = jax.grad(loss)(p)["b"]
+    slopes = 1 - np.tanh(np.asarray(x, np.float64) @ np.asarray(p["w"])) ** 2
+    np.testing.assert_allclose(found, slopes.sum(0), rtol=2e-3)
+    sums = {
+        (eqn.primitive.name, str(eqn.invars[0].aval.dtype))
+        for eqn in equations(jax.make_jaxpr(jax.grad(loss))(p))
+    }
+    assert ("reduce_sum", "float32") in sums
+    assert ("reduce_sum", "bfloat16") not in sums

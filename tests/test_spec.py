@@ -248,6 +248,14 @@ def test_amp_computes_what_is_specified(part):
         assert not found, (program, found)
 
 
+# Positions that are made inside parted a region, and 0 was not 0 in f32.
+@pytest.mark.parametrize("seed", [203256, 219819, 201694, 209144])
+def test_programs_that_were_wrong_once_are_right(seed):
+    program = programs.draw(seed)
+    found = failure(program, "bf16")
+    assert not found, (program, found)
+
+
 @pytest.mark.product
 @pytest.mark.parametrize("wrap", ["f16", *EIGHT_BITS])
 def test_other_formats_compute_what_is_specified(wrap):
