@@ -993,7 +993,7 @@ BREAKS = [
         "jnp.where(size < 0x400, tiny, normal)",
         "normal",
         "stored",
-        "bits",
+        "bit_by_bit",
     ),
     Break(
         "a loaded number's cotangent may stay f32",
