@@ -101,7 +101,7 @@ def _primitive(name: str) -> Primitive:
 
     def batch(
         args: list[Array], dims: list[int | None], **params: Any
-    ) -> tuple[Array, int]:
+    ) -> tuple[Array, int | None]:
         if name != ADD:
             return primitive.bind(*args, **params), dims[0]
         # What has no batch is repeated in f32, and its cotangents add up in f32.
