@@ -983,7 +983,7 @@ BREAKS = [
         "a bias without a batch is repeated in 16 bits",
         "_ops",
         "first[1] = zeros + lax.expand_dims(bias, [0])",
-        "first[1] = zeros + load(store(zeros, x.dtype) + lax.expand_dims(bias.astype(x.dtype), [0]))",
+        "first[1] = zeros + load(lax.full_like(zeros, 0, x.dtype) + bias[None].astype(x.dtype))",
         "stored",
         "bias_sums",
     ),
