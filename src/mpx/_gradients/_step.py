@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -40,7 +40,16 @@ Grads = TypeVar("Grads")
 Scaling = TypeVar("Scaling", bound=LossScaling)
 
 
-class GradResult(NamedTuple, Generic[Grads, Scaling]):
+class _Fields(NamedTuple):
+    value: Array
+    aux: PyTree
+    grads: PyTree
+    scaling: Any
+    finite: Bool[Array, ""]
+    fp8: PyTree = None
+
+
+class GradResult(_Fields, Generic[Grads, Scaling]):
     """Result of `value_and_grad` and `accumulate`.
 
     Attributes:
@@ -62,12 +71,9 @@ class GradResult(NamedTuple, Generic[Grads, Scaling]):
         (9.0, 6.0, True)
     """
 
-    value: Array
-    aux: PyTree
-    grads: Grads
-    scaling: Scaling
-    finite: Bool[Array, ""]
-    fp8: PyTree = None
+    if TYPE_CHECKING:  # beartype takes no generic `NamedTuple` on Python 3.13
+        grads: Grads  # pyright: ignore[reportIncompatibleVariableOverride]
+        scaling: Scaling  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the fields; raises if they are unpacked into fewer variables."""
