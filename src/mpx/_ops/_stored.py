@@ -6,6 +6,7 @@ the cotangents that are stored: see `add`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,7 +85,7 @@ def _primitive(name: str) -> Primitive:
     run = functools.partial(_run, name)
 
     def jvp(
-        primals: list[Array], tangents: list[PyTree], **params: Any
+        primals: Sequence[Any], tangents: Sequence[Any], **params: Any
     ) -> tuple[Array, PyTree]:
         out, zeros = primitive.bind(*primals, **params), names.Zero
         if not any(type(x) is zeros for x in tangents):
@@ -100,7 +101,7 @@ def _primitive(name: str) -> Primitive:
         return _back(name, cotangent, args[0].aval.dtype)
 
     def batch(
-        args: list[Array], dims: list[int | None], **params: Any
+        args: Sequence[Any], dims: Sequence[int | None], **params: Any
     ) -> tuple[Array, int | None]:
         if name != ADD:
             return primitive.bind(*args, **params), dims[0]
